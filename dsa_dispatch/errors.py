@@ -1,0 +1,60 @@
+"""Everything this library raises. A message says what was asked, what was found, what is possible, what to do next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsa_dispatch._decision import Decision
+    from dsa_dispatch._decline import Decline
+
+__all__ = [
+    "BackendDeclined",
+    "ConfigError",
+    "DSADispatchError",
+    "InvalidInputError",
+    "NoBackendError",
+    "PluginError",
+    "RankMismatchError",
+    "UnknownBackendError",
+]
+
+
+class DSADispatchError(Exception):
+    """Base of every error of this library."""
+
+
+class InvalidInputError(DSADispatchError, ValueError):
+    """The caller's arguments are wrong whatever the backend; raised before any backend is asked."""
+
+
+class ConfigError(DSADispatchError, ValueError):
+    """A setting is unknown, ill-formed or cannot be honoured."""
+
+
+class UnknownBackendError(ConfigError):
+    """A policy names a backend that is not registered."""
+
+
+class NoBackendError(DSADispatchError, RuntimeError):
+    """Nobody may serve the call under its policy. ``decision`` holds every backend with every reason."""
+
+    def __init__(self, message: str, decision: Decision) -> None:
+        super().__init__(message)
+        self.decision = decision
+
+
+class BackendDeclined(DSADispatchError):
+    """Raised by a backend, before any side effect, for what its capability cannot say; dispatch moves on."""
+
+    def __init__(self, decline: Decline) -> None:
+        super().__init__(str(decline))
+        self.decline = decline
+
+
+class PluginError(DSADispatchError):
+    """A plugin's data or hook is not what the contract asks."""
+
+
+class RankMismatchError(DSADispatchError):
+    """Ranks of a group would decide differently."""
