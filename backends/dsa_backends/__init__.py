@@ -1,0 +1,1 @@
+"""Kernels that ship with dsa-dispatch, one folder per backend."""
