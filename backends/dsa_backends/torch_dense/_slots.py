@@ -53,7 +53,9 @@ def mark_slots(workspace: Workspace, indices: Tensor, length: Tensor, keys: int)
     return absent, safe.view(-1)
 
 
-def key_buffers(name: str, width: int, channels: int, dtype: torch.dtype, acc: torch.dtype) -> tuple[Buffer, ...]:
+def key_buffers(
+    name: str, width: int, channels: int, dtype: torch.dtype, acc: torch.dtype
+) -> tuple[Buffer, ...]:
     """Per row: what ``gather`` needs under this name."""
     gathered = Buffer(name, width * channels, acc)
     return (gathered,) if dtype == acc else (Buffer(f"{name} as stored", width * channels, dtype), gathered)
