@@ -1,1 +1,1 @@
-"""The reference in plain PyTorch: every stage, every float type, every device. The oracle and the fallback."""
+"""Every stage in plain PyTorch, for every float type and device: the oracle and the fallback."""

@@ -12,7 +12,7 @@ from dsa_backends.torch_dense._buffers import Buffer, Workspace
 from dsa_backends.torch_dense._softmax import exponentials
 
 FLOOR: Final = 1e-10
-"""Below this a row's mass, and a probability under the logarithm, are held; the value of the published loss."""
+"""Lower bound of a row's mass and of a probability under the logarithm, as in the published loss."""
 
 
 def kl_buffers(columns: int, acc: torch.dtype) -> tuple[Buffer, ...]:
@@ -31,7 +31,7 @@ def kl_buffers(columns: int, acc: torch.dtype) -> tuple[Buffer, ...]:
 def kl_rows(workspace: Workspace, scores: Tensor, mass: Tensor, absent: Tensor, kl: Tensor) -> Tensor:
     """Fill ``kl [n]`` and return ``d kl / d score [n, C]``, which lies in the memory of ``scores``.
 
-    ``T = mass / max(sum mass, 1e-10)``, ``kl = sum T (log max(T, 1e-10) - log P)``, gradient ``P * sum T - T``.
+    ``T = mass / max(sum mass, 1e-10)``, ``kl = sum T (log max(T, 1e-10) - log P)``, gradient ``P sum T - T``.
     A column with ``T = 0`` adds nothing, even where ``log P`` is -inf.
     """
     n = scores.shape[0]

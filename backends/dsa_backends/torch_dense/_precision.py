@@ -24,7 +24,8 @@ def _enter() -> None:
         _depth += 1
         if _depth > 1:
             return
-        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+        mkldnn: Any = torch.backends.mkldnn  # the attribute is made at run time
+        for switch in (torch.backends.cuda.matmul, mkldnn.matmul):
             found = switch.fp32_precision
             if found not in ("ieee", "none"):
                 _saved.append((switch, found))
@@ -46,7 +47,7 @@ def _leave() -> None:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """fp32 products in fp32. The switches are those of the process, hence counted: the backward has its own thread."""
+    """fp32 products in fp32. The switches are process-wide, so entries are counted: backward has its own thread."""
     _enter()
     try:
         yield

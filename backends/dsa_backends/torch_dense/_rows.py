@@ -21,7 +21,7 @@ class Segment:
 
     @property
     def count(self) -> int:
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
 
 def segments(layout: RowLayout, count: int) -> Iterator[Segment]:

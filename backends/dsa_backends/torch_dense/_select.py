@@ -1,4 +1,4 @@
-"""The best keys of a row: higher score, then lower id; -0.0 equals +0.0; -inf is the lowest, NaN the highest."""
+"""The best keys of a row: higher score, then lower id. -0.0 equals +0.0, -inf is lowest, NaN highest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def select_buffers(keys: int, chosen: int, acc: torch.dtype) -> tuple[Buffer, ..
 
 
 def as_ordered_integers(workspace: Workspace, scores: Tensor, absent: Tensor) -> Tensor:
-    """The scores, in their own memory, as integers of the same order: the least where absent, the greatest for NaN."""
+    """The scores, in place, as integers of the same order: the least where absent, the greatest for NaN."""
     kind = _ordered_type(scores.dtype)
     limits = torch.iinfo(kind)
     is_nan = workspace.take("selected", *scores.shape)
@@ -41,10 +41,10 @@ def as_ordered_integers(workspace: Workspace, scores: Tensor, absent: Tensor) ->
 
 
 def select(workspace: Workspace, scores: Tensor, absent: Tensor, length: Tensor, chosen: int) -> Tensor:
-    """``[n, keys]`` bool: the ``length[t] <= chosen`` best present keys of each row. ``scores`` is overwritten.
+    """``[n, keys]`` bool: the ``length[t] <= chosen`` best present keys of a row. ``scores`` is overwritten.
 
-    The threshold is the worst of torch's ``chosen`` best, which is exact whatever torch does with ties; of the keys
-    that equal it, the first ones are taken.
+    The threshold is the worst of torch's ``chosen`` best, which is exact whatever torch does with ties; of
+    the keys that equal it, the first ones are taken.
     """
     order = as_ordered_integers(workspace, scores, absent)
     rows = order.shape[0]

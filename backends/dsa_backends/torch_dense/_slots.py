@@ -85,7 +85,7 @@ def clear_absent(keys: Tensor, absent: Tensor) -> None:
 
 
 def scatter_buffers(width: int, device_type: str, deterministic: bool) -> tuple[Buffer, ...]:
-    """What torch allocates inside ``scatter_add``: the sort-based form keeps sorted and original positions."""
+    """What torch allocates inside ``scatter_add``: the sort-based form keeps sorted and original places."""
     if device_type == "cpu" or not deterministic:
         return ()
     return (Buffer("sorted ids", 4 * width, torch.int64),)
@@ -94,8 +94,9 @@ def scatter_buffers(width: int, device_type: str, deterministic: bool) -> tuple[
 def scatter_add(into: Tensor, safe: Tensor, parts: Tensor, absent: Tensor, deterministic: bool) -> None:
     """Add ``parts [n, W, D]`` into the rows of ``into`` that the ids name; a key named twice gets both.
 
-    Parts of absent slots are cleared first: they may be 0 * inf. ``index_add_`` was the fastest form on a CPU (7 ms for
-    64 × 512 × 576; ``index_put_`` 12 to 32) and sums in slot order there; on other devices its order is not fixed.
+    Parts of absent slots are cleared first: they may be 0 * inf. ``index_add_`` was the fastest form on a CPU
+    (7 ms for 64 × 512 × 576; ``index_put_`` 12 to 32) and sums in slot order there; on other devices its
+    order is not fixed.
     """
     clear_absent(parts, absent)
     flat = parts.view(-1, parts.shape[-1])

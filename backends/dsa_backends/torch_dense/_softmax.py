@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 def exponentials(scores: Tensor, peak: Tensor, total: Tensor) -> None:
-    """``scores [..., W]`` become ``exp(score - peak)`` in place; ``peak`` and ``total [..., 1]`` are filled.
+    """``scores [..., W]`` become ``exp(score - peak)`` in place; fills ``peak`` and ``total [..., 1]``.
 
-    -inf marks what is no key. A row of nothing but -inf has peak 0 and total 0, so ``log(total) + peak`` is -inf.
+    -inf marks what is no key. A row of nothing but -inf has peak 0 and total 0, so that its
+    ``log(total) + peak`` is -inf.
     """
     torch.amax(scores, -1, keepdim=True, out=peak)
     peak.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)
@@ -20,12 +21,12 @@ def exponentials(scores: Tensor, peak: Tensor, total: Tensor) -> None:
 
 
 def normalise(values: Tensor, total: Tensor) -> None:
-    """Divide by the total of ``exponentials``: at least 1 wherever there is a key, and 0 divided by 1 where not."""
+    """Divide by the total of ``exponentials``: at least 1 where there is a key, held at 1 where there is none."""
     total.clamp_min_(1.0)
     values.div_(total)
 
 
 def probabilities(scores: Tensor, lse: Tensor) -> None:
-    """``scores`` become ``exp(score - lse)`` in place; an lse of -inf (no key) gives 0. ``lse`` is overwritten."""
+    """``scores`` become ``exp(score - lse)`` in place, 0 for an lse of -inf (no key). Overwrites ``lse``."""
     lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
     scores.sub_(lse).exp_()

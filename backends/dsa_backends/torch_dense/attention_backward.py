@@ -81,8 +81,8 @@ def attention_backward(
         n = block.stop - block.start
         absent, safe = mark_slots(workspace, indices[block, :width], length[block], kv.shape[0])
         keys = gather(workspace, "keys, then their gradient", kv, absent, safe)
-        # One product gives scores and dout·v, one gives both parts of the key gradient: dout is padded to the key's
-        # width with zeros, and q stands on both sides of it.
+        # One product gives scores and dout·v, one gives both parts of the key gradient: dout is padded to the
+        # key's width with zeros, and q stands on both sides of it.
         stack = workspace.take("query, dout, query", n, 3 * heads, qk)
         stack[:, :heads] = q[block]
         stack[:, heads : 2 * heads, :v_channels] = dout[block]

@@ -177,8 +177,8 @@ def _dense(
         gradient = kl_rows(workspace, scores, mass[segment.rows], absent, terms.kl[segment.rows])
         if terms.dq is None and terms.dw is None and dk is None:
             continue
-        # A key out of a row's range has gradient 0 there, and 0 * NaN must not spoil the row; a row that does see such
-        # a key has NaN in its gradient already. The same holds for a query and the keys it does not see.
+        # A key out of a row's range has gradient 0 there, and 0 * NaN must not spoil the row; a row that sees
+        # such a key has NaN in its gradient already. Likewise a query and the keys it does not see.
         _zero_unless_finite(keys)
         for head in range(heads):
             _zero_unless_finite(query.copy_(q[segment.rows, head]))

@@ -63,7 +63,7 @@ def indexer_topk(
 ) -> tuple[Tensor, Tensor]:
     """See ``dsa_dispatch._contract.IndexerTopK``. Ids come in ascending order.
 
-    ``exact=True`` forces the channel-by-channel scores, which otherwise serve where the probe of ``scores`` fails.
+    ``exact`` forces the channel-by-channel scores, or the products; None asks the probe of ``scores``.
     """
     count, heads, channels = q.shape
     device = q.device

@@ -1,10 +1,11 @@
-"""Indexer scores whose bits depend on the row and the key alone: not on the chunk, the batch, or where a key stands.
+"""Indexer scores whose bits depend on row and key alone: not on the chunk, the batch, or a key's place.
 
-BLAS promises no such thing: an entry's order of summation may change with the shape of the product and with its place
-in the tile (fp64 products of 32 × 512 do so in MKL, whose micro-kernel there is 12 wide). So all scores come from
-products of one fixed shape, zero-padded, over aligned contiguous copies; the shape is a multiple of the micro-kernels
-in use; and a probe checks, before a shape is trusted, that one query against one key gives the same bits at every place.
-Where it does not, channels are summed one by one with elementwise operations, which round each entry by itself.
+BLAS promises no such thing: an entry's order of summation may change with the shape of the product and with
+its place in the tile (fp64 products of 32 × 512 do so in MKL, whose micro-kernel there is 12 wide). So all
+scores come from products of one fixed shape, zero-padded, over aligned contiguous copies; the shape is a
+multiple of the micro-kernels in use; and a probe checks, before a shape is trusted, that one query against
+one key gives the same bits at every place. Where it does not, channels are summed one by one with elementwise
+operations, which round each entry by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def tile_buffers(tile: Tile, heads: int, channels: int, acc: torch.dtype) -> tup
 
 
 def multiply_tile(query: Tensor, keys: Tensor, out: Tensor, spare: Tensor, exact: bool) -> None:
-    """``out [R, N] = query [R, Di] @ keys [Di, N]``; ``exact`` sums the channels in order, product and sum apart."""
+    """``out [R, N] = query [R, Di] @ keys [Di, N]``; ``exact`` sums one channel after the other."""
     if not exact:
         torch.mm(query, keys, out=out)
         return
@@ -77,7 +78,7 @@ def _same_bits_everywhere(acc: torch.dtype, channels: int, device: str, threads:
 
 
 def product_is_position_free(acc: torch.dtype, channels: int, device: torch.device) -> bool:
-    """Whether the fixed product gives one query and one key the same bits at every place. Probed once, then cached.
+    """Whether the fixed product gives a query and a key the same bits at every place; probed once.
 
     The number of threads counts, since it may cut the product into other shapes.
     """

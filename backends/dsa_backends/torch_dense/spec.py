@@ -20,9 +20,9 @@ from dsa_dispatch._call import CallSpec
 from dsa_dispatch._capability import Capability, Scratch
 
 SCORE_ERROR: Final = 2.0**-15
-"""Relative to the sum of |w q k|: a product of Di channels summed in any order errs by at most Di * 2**-24 of its own
-sum of absolute products, each of Hi heads adds a rounding for the weight and one for the sum, so (Di + Hi + 1) * 2**-24
-in all; this holds up to Di + Hi = 511. fp64 inputs are summed in fp64 and stay far below."""
+"""Relative to the sum of |w q k|. A product of Di channels, summed in any order, errs by at most Di * 2**-24 of
+its sum of absolute products; rounding the weight, weighting, and adding Hi heads make it (Di + Hi + 1) * 2**-24:
+true up to Di + Hi = 511 in the worst case. fp64 inputs are summed in fp64 and stay far below."""
 
 
 def _dtype(call: CallSpec) -> torch.dtype:
@@ -134,7 +134,7 @@ _HERE: Final = "dsa_backends.torch_dense"
 SPEC: Final = BackendSpec(
     name="torch_dense",
     rank=-100,
-    doc="Plain PyTorch, any device and float type: the oracle of the others and the fallback where none of them fits.",
+    doc="Plain PyTorch on any device and float type: the oracle, and the fallback where nothing else fits.",
     stages={
         "indexer_topk": StageSpec(
             dataclasses.replace(_ANY, scratch=_indexer_topk), f"{_HERE}.indexer_topk:indexer_topk"
