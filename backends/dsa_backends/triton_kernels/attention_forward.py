@@ -1,0 +1,109 @@
+"""``attention_forward``: cuts the call in programs, splits the slots where rows do not fill the GPU, merges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsa_backends.triton_kernels.forward_kernels import forward_kernel, merge_kernel
+from dsa_backends.triton_kernels.launch import (
+    LOG2_E,
+    aligned,
+    device_architecture,
+    last_contiguous,
+    on_device,
+    part_width,
+    precision,
+    processors,
+    tail_width,
+)
+from dsa_backends.triton_kernels.tiles import AttentionTile, forward_tile, split_count
+from dsa_dispatch._call import RowLayout, StageOptions
+
+
+def attention_forward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    length: Tensor,
+    *,
+    scale: float,
+    v_channels: int,
+    rows: RowLayout,
+    options: StageOptions,
+) -> tuple[Tensor, Tensor]:
+    """See ``dsa_dispatch._contract.AttentionForward``. ``q`` bf16, fp16 or fp32; channels multiples of 16."""
+    width = indices.shape[1]
+    heads = q.shape[1]
+    block = part_width(v_channels)
+    parts = 2 if block >= 512 and block == v_channels else 1
+    tile = forward_tile(device_architecture(q), heads, q.shape[2], parts, q.element_size())
+    head_blocks = -(-heads // tile.heads)
+    splits = split_count(q.shape[0], head_blocks, width, tile.keys, processors(q), options.deterministic)
+    part_bytes = q.shape[0] * heads * (v_channels + 1) * 4
+    splits = max(1, min(splits, options.memory_budget // part_bytes))
+    return launch_forward(q, kv, indices, length, scale=scale, v_channels=v_channels, tile=tile, splits=splits)
+
+
+def launch_forward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    length: Tensor,
+    *,
+    scale: float,
+    v_channels: int,
+    tile: AttentionTile,
+    splits: int,
+) -> tuple[Tensor, Tensor]:
+    """The forward with a given tile and number of splits; what the benchmark and the tests vary."""
+    q, kv, indices = aligned(q), aligned(kv), last_contiguous(indices)
+    rows, heads, channels = q.shape
+    width = indices.shape[1]
+    span = -(-(-(-width // splits)) // tile.keys) * tile.keys
+    splits = -(-width // span)
+    block = part_width(v_channels)
+    tail = channels - v_channels
+    head_blocks = -(-heads // tile.heads)
+    out = torch.empty((rows, heads, v_channels), dtype=q.dtype, device=q.device)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
+    part, part_lse = out, lse
+    if splits > 1:
+        part = torch.empty((splits, rows, heads, v_channels), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device)
+    with on_device(q):
+        forward_kernel[(rows * head_blocks, splits)](
+            q,
+            kv,
+            indices,
+            length,
+            part,
+            part_lse,
+            scale * LOG2_E,
+            q.stride(0) // 8,
+            q.stride(1) // 8,
+            kv.stride(0) // 8,
+            indices.stride(0),
+            rows,
+            kv.shape[0],
+            width,
+            heads,
+            head_blocks,
+            span,
+            DV=v_channels,
+            TAIL=tail,
+            BLOCK_PART=block // tile.parts,
+            PARTS=tile.parts,
+            BLOCK_TAIL=tail_width(tail),
+            BLOCK_H=tile.heads,
+            BLOCK_N=tile.keys,
+            PRECISION=precision(q),
+            CHAIN=device_architecture(q) != "sm100",
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        if splits > 1:
+            merge_kernel[(rows * heads,)](
+                part, part_lse, out, lse, rows * heads, splits, DV=v_channels, BLOCK_DV=block, num_warps=4
+            )
+    return out, lse
