@@ -69,6 +69,9 @@ class CallSpec:
     index_heads: int = 1
     index_channels: int = 128
     weights_dtype: str = "float32"
+    index_dtype: str = "int32"
+    teacher_dtype: str = ""
+    """Of the loss's query and key, where it differs from ``dtype``."""
     use_relu: bool = True
     sparse_loss: bool = True
     bounds: Bounds = "causal"

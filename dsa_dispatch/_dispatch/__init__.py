@@ -1,0 +1,1 @@
+"""Which backend serves a stage, and why the others do not."""

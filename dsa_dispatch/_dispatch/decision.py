@@ -1,0 +1,164 @@
+"""A decision, as frozen data: per stage who was asked, who serves, and every reason why the others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dsa_dispatch._call import CallSpec, DeviceInfo
+from dsa_dispatch._decline import Decline
+from dsa_dispatch._dispatch.check import Legalization
+from dsa_dispatch._policy.policy import Policy
+from dsa_dispatch._stages import Stage
+
+Status = Literal["chosen", "declined", "not needed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend, judged for one stage of one call."""
+
+    backend: str
+    status: Status
+    declines: tuple[Decline, ...] = ()
+    legalization: Legalization | None = None
+    provider: str = ""
+    verified: str = ""
+
+    def line(self) -> str:
+        if self.status == "declined":
+            return f"{self.backend}: " + " | ".join(str(decline) for decline in self.declines)
+        name = f"{self.backend} ({self.provider})" if self.provider else self.backend
+        steps = ", ".join(self.legalization.steps()) if self.legalization else ""
+        return f"{name}: {self.status}" + (f", after {steps}" if steps else "")
+
+
+@dataclass(frozen=True, slots=True)
+class StageDecision:
+    """Who serves one stage; ``chosen`` is None when nobody may."""
+
+    stage: Stage
+    candidates: tuple[Candidate, ...]
+    auto_choice: str | None
+    """Who would be first under ``auto``, judged by declared data alone."""
+    hint: str = ""
+
+    @property
+    def chosen(self) -> Candidate | None:
+        return next((entry for entry in self.candidates if entry.status == "chosen"), None)
+
+    def declined(self) -> tuple[Candidate, ...]:
+        return tuple(entry for entry in self.candidates if entry.status == "declined")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one call was, under which policy, and the outcome for each of its stages."""
+
+    call: CallSpec
+    device: DeviceInfo
+    policy: Policy
+    stages: tuple[StageDecision, ...]
+
+    @property
+    def served(self) -> bool:
+        return all(stage.chosen is not None for stage in self.stages)
+
+    def backends(self) -> dict[Stage, str | None]:
+        """Stage to backend; None where nobody serves."""
+        return {entry.stage: entry.chosen.backend if entry.chosen else None for entry in self.stages}
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self) -> str:
+        lines = [describe_call(self.call, self.device)]
+        for entry in self.stages:
+            chosen = entry.chosen
+            lines.append(f"{entry.stage}: {chosen.backend if chosen else 'NO BACKEND'}")
+            lines.extend(f"  - {candidate.line()}" for candidate in entry.candidates)
+            if chosen and entry.auto_choice not in (None, chosen.backend):
+                lines.append(f"  (auto would ask {entry.auto_choice} first)")
+            if entry.hint:
+                lines.append(f"  {entry.hint}")
+        lines.append("policy:")
+        lines.extend(
+            f"  {setting.name} = {setting.value} (from {setting.source})" for setting in self._settings()
+        )
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        rows = [
+            f"**{describe_call(self.call, self.device)}**",
+            "",
+            "| stage | backend | outcome |",
+            "|---|---|---|",
+        ]
+        for entry in self.stages:
+            for candidate in entry.candidates:
+                outcome = candidate.line().partition(": ")[2].replace("|", "\\|")
+                rows.append(f"| {entry.stage} | {candidate.backend} | {outcome} |")
+        rows += ["", "| setting | value | from |", "|---|---|---|"]
+        rows += [f"| {setting.name} | {setting.value} | {setting.source} |" for setting in self._settings()]
+        return "\n".join(rows)
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def as_dict(self) -> dict[str, Any]:
+        call = dataclasses.asdict(self.call)
+        return {
+            "call": {
+                key: sorted(value) if isinstance(value, frozenset) else value for key, value in call.items()
+            },
+            "device": dataclasses.asdict(self.device),
+            "stages": [
+                {
+                    "stage": entry.stage,
+                    "backend": entry.chosen.backend if entry.chosen else None,
+                    "provider": entry.chosen.provider if entry.chosen else None,
+                    "auto_choice": entry.auto_choice,
+                    "candidates": [
+                        {
+                            "backend": candidate.backend,
+                            "status": candidate.status,
+                            "declines": [decline.to_json() for decline in candidate.declines],
+                            "legalization": list(candidate.legalization.steps())
+                            if candidate.legalization
+                            else [],
+                            "verified": candidate.verified,
+                        }
+                        for candidate in entry.candidates
+                    ],
+                }
+                for entry in self.stages
+            ],
+            "policy": [dataclasses.asdict(setting) for setting in self._settings()],
+        }
+
+    def _settings(self) -> list[Any]:
+        stages = {f"dsa_kernel_backend[{entry.stage}]" for entry in self.stages}
+        return [
+            setting
+            for setting in self.policy.settings
+            if not setting.name.startswith("dsa_kernel_backend[") or setting.name in stages
+        ]
+
+
+def describe_call(call: CallSpec, device: DeviceInfo) -> str:
+    """One line: what was asked for."""
+    parts = [f"batch {call.batch}", f"rows {call.rows}", f"keys {call.keys}", f"width {call.width}"]
+    if call.operation not in ("run_fused_qk_topk",):
+        parts.append(f"heads {call.heads}, channels {call.qk_channels}/{call.v_channels}")
+    if call.operation not in ("run_fused_absorbed_sparse_attention", "run_fused_gqa_sparse_attention"):
+        parts.append(f"index heads {call.index_heads} × {call.index_channels}")
+    parts += [call.dtype, device.name]
+    if call.layout != "bshd" or call.context_parallel != "none":
+        parts.append(f"{call.layout}, context parallel {call.context_parallel}")
+    if call.needs_grad:
+        parts.append(f"gradients of {', '.join(sorted(call.needs_grad))}")
+    if call.deterministic:
+        parts.append("deterministic")
+    return f"{call.operation}: " + ", ".join(parts)

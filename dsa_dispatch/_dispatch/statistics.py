@@ -1,0 +1,52 @@
+"""What ran, what declined, what was decided: counters, read as a frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dsa_dispatch._runtime import current
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts since the start of the process or the last ``reset_stats()``."""
+
+    runs: Mapping[tuple[str, str, str], int]
+    """(stage, backend, provider) to how often it ran, once per call whatever its chunks."""
+    declines: Mapping[tuple[str, str, str], int]
+    """(stage, backend, code) to how often a new decision met it."""
+    decisions: Mapping[str, int]
+    """Operation to how often one of its stages was decided, cached decisions included."""
+    misses: Mapping[str, int]
+    """Operation to how often a decision was not found in the table."""
+
+    def ran(self, stage: str) -> dict[str, int]:
+        """Backend to number of runs of one stage."""
+        counts: dict[str, int] = {}
+        for (name, backend, _), count in self.runs.items():
+            if name == stage:
+                counts[backend] = counts.get(backend, 0) + count
+        return counts
+
+
+def stats() -> Stats:
+    """The counters as they stand."""
+    counters = dict(current().counters)
+
+    def triples(kind: str) -> Mapping[tuple[str, str, str], int]:
+        chosen = {(key[1], key[2], key[3]): count for key, count in counters.items() if key[0] == kind}
+        return MappingProxyType(chosen)
+
+    def names(kind: str) -> Mapping[str, int]:
+        return MappingProxyType({key[1]: count for key, count in counters.items() if key[0] == kind})
+
+    return Stats(triples("run"), triples("decline"), names("decision"), names("miss"))
+
+
+def reset_stats() -> None:
+    """Set every counter to zero. Cached decisions and warnings already given stay."""
+    runtime = current()
+    with runtime.lock:
+        runtime.counters = {}

@@ -1,0 +1,160 @@
+"""Bodies of the grouped-query attention ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch._dispatch.plan import Plan, plan_of
+from dsa_dispatch._execution.attention import (
+    assemble,
+    attention_memory,
+    empty_outputs,
+    ids_of_chunk,
+    key_gradient,
+    row_layout,
+    zeros,
+)
+from dsa_dispatch._execution.legalize import pad_channels, pad_query
+from dsa_dispatch._execution.rows import Chunk, chunks, flatten_keys, put_rows, take_rows
+from dsa_dispatch._execution.run import call_stage, opaque, run_planned
+
+
+@opaque
+def gqa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    length: Tensor | None,
+    scale: float,
+    plan: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``query [sq, b, hq, d]``, ``key [sk, b, hkv, d]``, ``value [sk, b, hkv, dv]`` -> ``out [sq, b, hq, dv]``, ``lse``."""
+    return run_planned(
+        plan_of(plan),
+        ("gqa_forward",),
+        lambda planned: _forward(planned, query, key, value, indices, length, scale),
+    )
+
+
+def _forward(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    length: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    v_channels = value.shape[3]
+    if not (query.numel() and key.numel() and indices.numel()):
+        return empty_outputs(query, v_channels)
+    stage = plan.stage("gqa_forward")
+    legal = stage.legalization
+    layout = row_layout(query, key)
+    memory = attention_memory(plan, stage, query, key, indices, v_channels)
+    k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
+
+    def one(chunk: Chunk) -> tuple[Tensor, Tensor]:
+        ids, lengths = ids_of_chunk(indices, length, chunk, key.shape[0], legal)
+        result: tuple[Tensor, Tensor] = call_stage(
+            stage,
+            pad_query(take_rows(query, chunk), legal),
+            k,
+            v,
+            ids,
+            lengths,
+            scale=scale,
+            rows=layout.at(chunk.start),
+            options=plan.options,
+        )
+        return result
+
+    return assemble(query, memory, v_channels, one)
+
+
+@opaque
+def gqa_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    length: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+    plan: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; a zero-size tensor stands for one that is not needed."""
+    return run_planned(
+        plan_of(plan),
+        ("gqa_backward",),
+        lambda planned: _backward(
+            planned, dout, query, key, value, indices, length, out, lse, scale, (need_dq, need_dk, need_dv)
+        ),
+    )
+
+
+def _backward(
+    plan: Plan,
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    length: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    need: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    absent = query.new_empty(0)
+    if not (query.numel() and key.numel() and indices.numel()):
+        dq, dk, dv = (
+            zeros(tensor) if wanted else absent
+            for tensor, wanted in zip((query, key, value), need, strict=True)
+        )
+        return dq, dk, dv
+    stage = plan.stage("gqa_backward")
+    legal = stage.legalization
+    _, _, heads, channels = query.shape
+    layout = row_layout(query, key)
+    memory = attention_memory(plan, stage, query, key, indices, value.shape[3])
+    k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
+    wide = accumulation_dtype(query.dtype)
+    sum_k = torch.zeros(k.shape, dtype=wide, device=k.device) if need[1] else None
+    sum_v = torch.zeros(v.shape, dtype=wide, device=v.device) if need[2] else None
+    flat_lse = lse.reshape(-1, heads)
+    query_gradient = zeros(query) if need[0] else absent
+    for chunk in chunks(memory.rows, memory.chunk):
+        ids, lengths = ids_of_chunk(indices, length, chunk, key.shape[0], legal)
+        part = call_stage(
+            stage,
+            pad_query(take_rows(query, chunk), legal),
+            k,
+            v,
+            ids,
+            lengths,
+            take_rows(out, chunk),
+            flat_lse[chunk.start : chunk.stop],
+            take_rows(dout, chunk),
+            scale=scale,
+            need_dq=need[0],
+            dk=sum_k,
+            dv=sum_v,
+            rows=layout.at(chunk.start),
+            options=plan.options,
+        )
+        if need[0]:
+            put_rows(query_gradient, chunk, part[..., :channels])
+    return (
+        query_gradient,
+        absent if sum_k is None else key_gradient(sum_k[..., :channels], key),
+        absent if sum_v is None else key_gradient(sum_v, value),
+    )

@@ -1,0 +1,89 @@
+"""How many rows a stage is handed at once: from the bytes a row costs and the budget of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from dsa_dispatch._call import CallSpec, RowLayout
+from dsa_dispatch._capability import Scratch
+from dsa_dispatch._dispatch.plan import Plan, StagePlan
+from dsa_dispatch.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The transients of one stage of one call, by name, in bytes: those of a row and those of the whole call."""
+
+    stages: tuple[StagePlan, ...]
+    rows: int
+    """Rows of the whole call."""
+    chunk: int
+    """Rows handed to the stage at once."""
+    per_row: tuple[tuple[str, int], ...]
+    fixed: tuple[tuple[str, int], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(size for _, size in self.per_row)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What grows with the chunk; at most the budget."""
+        return self.row_bytes * self.chunk
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(size for _, size in self.fixed)
+
+
+def legalized_call(call: CallSpec, stage: StagePlan) -> CallSpec:
+    """The call as the kernel sees it."""
+    legal = stage.legalization
+    changes: dict[str, object] = {"width": legal.width[1]}
+    if stage.stage in ("indexer_topk", "indexer_loss"):
+        changes |= {"index_heads": legal.heads[1], "index_channels": legal.channels[1]}
+    else:
+        changes |= {"heads": legal.heads[1], "qk_channels": legal.channels[1]}
+    if stage.stage == "indexer_target" and call.teacher_dtype:
+        changes["dtype"] = call.teacher_dtype
+    return dataclasses.replace(call, **changes)  # type: ignore[arg-type]  # names and types are CallSpec's own
+
+
+def plan_memory(
+    plan: Plan,
+    stages: tuple[StagePlan, ...],
+    layout: RowLayout,
+    *,
+    core: tuple[tuple[str, int], ...] = (),
+    fixed: tuple[tuple[str, int], ...] = (),
+    block_size: int | None = None,
+) -> MemoryPlan:
+    """Chunk size and transients. ``core`` and ``fixed`` are what the core itself allocates, per row and per call.
+
+    Raises ``ConfigError`` when one row does not fit the budget.
+    """
+    call = dataclasses.replace(plan.call, batch=layout.batch, rows=layout.rows, keys=layout.keys)
+    per_row, whole = list(core), list(fixed)
+    for stage in stages:
+        scratch: Scratch = stage.capability.scratch(legalized_call(call, stage))
+        per_row += [(f"{stage.stage}: {name}", size) for name, size in scratch.per_row]
+        whole += [(f"{stage.stage}: {name}", size) for name, size in scratch.fixed]
+    total = layout.batch * layout.rows
+    budget = plan.options.memory_budget
+    row_bytes = sum(size for _, size in per_row)
+    if row_bytes > budget:
+        costs = ", ".join(f"{name} {size}" for name, size in sorted(per_row, key=lambda entry: -entry[1]))
+        names = " and ".join(f"{stage.stage} on {stage.backend}" for stage in stages)
+        raise ConfigError(
+            f"memory_budget: got {budget} bytes, but one row of {names} needs {row_bytes} bytes ({costs}). "
+            f"Set memory_budget to at least {row_bytes}."
+        )
+    chunk = total
+    if plan.query_chunk != "off":
+        chunk = min(chunk, budget // row_bytes if row_bytes else total)
+    if isinstance(plan.query_chunk, int):
+        chunk = min(chunk, plan.query_chunk)
+    if block_size is not None:
+        chunk = min(chunk, block_size)
+    return MemoryPlan(stages, total, max(chunk, 1), tuple(per_row), tuple(whole))

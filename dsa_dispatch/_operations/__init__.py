@@ -1,0 +1,1 @@
+"""The operations: validation, the decision, and the ops they are composed of."""

@@ -1,0 +1,265 @@
+"""``run_fused_qk_topk`` and ``run_fused_qk_topk_with_loss``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsa_dispatch._dispatch.table import Request
+from dsa_dispatch._operations import library
+from dsa_dispatch._operations import validate as check
+from dsa_dispatch._policy.config import explicit_text
+
+
+class TopK(NamedTuple):
+    """A selection: ``indices [b, sq, index_topk]`` int32, valid ids first, then -1; ``length [b, sq]`` int32."""
+
+    indices: Tensor
+    length: Tensor
+
+
+class TopKWithLoss(NamedTuple):
+    """A selection with the indexer's loss, a 0-d tensor in fp32 (fp64 for fp64 inputs)."""
+
+    indices: Tensor
+    length: Tensor
+    loss: Tensor
+
+
+def needs(tensor: Tensor) -> bool:
+    """Read in Python, before the op: inside an op's body ``requires_grad`` is False under inductor."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def request_of(
+    group: Any,
+    operation: str,
+    topk: int,
+    use_relu: bool,
+    starts: Tensor | None,
+    packed_seq_params: object,
+    cp_size: int,
+    sparse_loss: bool = True,
+    extras: str = "",
+) -> str:
+    return Request(
+        group,
+        operation,
+        width=topk,
+        use_relu=bool(use_relu),
+        sparse_loss=sparse_loss,
+        bounds="causal" if starts is None else "ranges",
+        layout="bshd" if packed_seq_params is None else "thd",
+        context_parallel="none" if cp_size == 1 else "zigzag",
+        extras=extras,
+    ).text()
+
+
+def run_fused_qk_topk(
+    config: object,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    block_size: int | None = None,
+    use_relu: bool = True,
+    use_local_indexer_varlen: bool = False,
+    single_packed_thd_sequence: bool = False,
+    local_packed_cp_rank: int = 0,
+    local_packed_cp_query_start: int = 0,
+    local_packed_cp_query_len: int | None = None,
+    packed_seq_params: object = None,
+    cp_size: int = 1,
+) -> TopK:
+    """Select the ``index_topk`` best keys of every query row.
+
+    The score of key ``j`` for row ``i`` is ``sum_h weights[i, h] * f(q[i, h] . k[j])`` with f = ReLU or identity;
+    ``weights`` already carry ``hi ** -0.5 * di ** -0.5`` (DeepSeek-V3.2, lightning indexer). Ties go to the lower index.
+
+    ``q [sq, b, hi, di]``, ``k [sk, b, di]`` of one float dtype, ``weights [sq, b, hi]`` of any. ``starts`` and ``ends``
+    ``[sq]`` or ``[b, sq]`` int32/int64: half-open ranges of key rows, clamped; None and None is causal, aligned to the
+    bottom right. ``block_size`` caps the rows scored at once. The ``local_packed_cp_*`` arguments describe the layout
+    and never change a result. Returns ``TopK``; not differentiable.
+
+    Raises ``InvalidInputError`` on bad input, ``ConfigError`` on a bad setting, ``NoBackendError`` when nobody may serve.
+    """
+    return select(
+        "run_fused_qk_topk",
+        config,
+        q,
+        k,
+        weights,
+        index_topk,
+        starts,
+        ends,
+        block_size,
+        use_relu=use_relu,
+        packed_seq_params=packed_seq_params,
+        cp_size=cp_size,
+    )
+
+
+def select(
+    operation: str,
+    config: object,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    block_size: int | None,
+    *,
+    use_relu: bool,
+    packed_seq_params: object,
+    cp_size: int,
+    extras: str = "",
+) -> TopK:
+    check.check_indexer(q, k, weights)
+    check.check_bounds(q, starts, ends)
+    check.check_packing(packed_seq_params, cp_size, starts)
+    topk = check.check_count("index_topk", index_topk)
+    if block_size is not None:
+        check.check_count("block_size", block_size)
+    request = request_of("topk", operation, topk, use_relu, starts, packed_seq_params, cp_size, extras=extras)
+    q, k, weights = q.detach(), k.detach(), weights.detach()
+    plan = library.decide([q, k, weights], request, [], explicit_text(config))
+    return TopK(*library.indexer_topk(q, k, weights, starts, ends, topk, bool(use_relu), block_size, plan))
+
+
+def run_fused_qk_topk_with_loss(
+    config: object,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    block_size: int | None,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    loss_coeff: float,
+    pg_collection: Any = None,
+    query_valid_rows: Tensor | None = None,
+    calculate_per_token_loss: bool = False,
+    use_relu: bool = True,
+    use_local_indexer_varlen: bool = False,
+    single_packed_thd_sequence: bool = False,
+    local_packed_cp_rank: int = 0,
+    local_packed_cp_query_start: int = 0,
+    local_packed_cp_query_len: int | None = None,
+    packed_seq_params: object = None,
+    cp_size: int = 1,
+    sparse_loss: bool = True,
+) -> TopKWithLoss:
+    """``run_fused_qk_topk`` with the KL divergence of the indexer from the attention it stands in for.
+
+    The teacher is the attention of ``query [sq, b, h, dqk]`` over ``key [sk, b, 1, dqk]`` with ``softmax_scale``, summed
+    over heads and normalised per row; it gets no gradient. The support is the selection (``sparse_loss``) or every key
+    of the row. The loss is ``loss_coeff`` times the sum over rows, divided by the number of valid rows unless
+    ``calculate_per_token_loss``. ``query_valid_rows`` bool ``[sq]``, ``[1, sq]`` or ``[b, sq]`` leaves rows out.
+    Differentiable once, with respect to ``q``, ``k`` and ``weights``. Errors as in ``run_fused_qk_topk``.
+    """
+    return select_with_loss(
+        "run_fused_qk_topk_with_loss",
+        config,
+        q,
+        k,
+        weights,
+        index_topk,
+        starts,
+        ends,
+        block_size,
+        query,
+        key,
+        softmax_scale,
+        loss_coeff,
+        pg_collection=pg_collection,
+        query_valid_rows=query_valid_rows,
+        per_token=calculate_per_token_loss,
+        use_relu=use_relu,
+        packed_seq_params=packed_seq_params,
+        cp_size=cp_size,
+        sparse_loss=sparse_loss,
+    )
+
+
+def select_with_loss(
+    operation: str,
+    config: object,
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: int,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    block_size: int | None,
+    query: Tensor,
+    key: Tensor,
+    softmax_scale: float,
+    loss_coeff: float,
+    *,
+    pg_collection: Any,
+    query_valid_rows: Tensor | None,
+    per_token: bool,
+    use_relu: bool,
+    packed_seq_params: object,
+    cp_size: int,
+    sparse_loss: bool,
+    extras: str = "",
+) -> TopKWithLoss:
+    """Both decisions first, so that a missing backend is reported before anything runs."""
+    check.check_indexer(q, k, weights)
+    check.check_teacher(q, k, query, key)
+    check.check_bounds(q, starts, ends)
+    check.check_packing(packed_seq_params, cp_size, starts)
+    check.check_single_rank(pg_collection)
+    topk = check.check_count("index_topk", index_topk)
+    scale = check.check_scale(softmax_scale)
+    coefficient = check.check_coefficient(loss_coeff)
+    valid = check.check_valid_rows(q, query_valid_rows)
+    if block_size is not None:
+        check.check_count("block_size", block_size)
+    if key.shape[2] != 1:
+        extras = ",".join(filter(None, (extras, "per_head_keys")))
+    policy = explicit_text(config)
+    need = [needs(q), needs(k), needs(weights)]
+    arguments = (topk, use_relu, starts, packed_seq_params, cp_size, bool(sparse_loss), extras)
+    query, key = query.detach(), key.detach()
+    chosen = library.decide(
+        [q.detach(), k.detach(), weights.detach()], request_of("topk", operation, *arguments), [], policy
+    )
+    plan = library.decide(
+        [q.detach(), k.detach(), weights.detach(), query, key],
+        request_of("loss", operation, *arguments),
+        need,
+        policy,
+    )
+    indices, length = library.indexer_topk(
+        q.detach(), k.detach(), weights.detach(), starts, ends, topk, bool(use_relu), block_size, chosen
+    )
+    loss, *_ = library.indexer_loss(
+        q,
+        k,
+        weights,
+        query,
+        key,
+        indices if sparse_loss else None,
+        length if sparse_loss else None,
+        starts,
+        ends,
+        valid,
+        scale,
+        coefficient,
+        bool(per_token),
+        bool(use_relu),
+        *need,
+        block_size,
+        plan,
+    )
+    return TopKWithLoss(indices, length, loss)

@@ -1,0 +1,1 @@
+"""Who may serve a call: settings, where they come from, and the policy they add up to."""

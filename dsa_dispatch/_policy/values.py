@@ -1,0 +1,143 @@
+"""Parsing of single settings. Every function returns the canonical value or raises ``ConfigError``."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
+
+from dsa_dispatch._stages import STAGES, Stage
+from dsa_dispatch.errors import ConfigError
+
+Fallback = Literal["next", "error"]
+QueryChunk = int | Literal["auto", "off"]
+BackendChoice = tuple[tuple[Stage | Literal["*"], tuple[str, ...]], ...]
+"""Named backends per stage, ``"*"`` for every stage, in the order of preference; ``("auto",)`` and ``("none",)`` stand alone."""
+
+SPECIAL: Final = ("auto", "none")
+_UNITS: Final[Mapping[str, int]] = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+}
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``' Did you mean X?'`` or the empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def parse_names(value: object, where: str) -> tuple[str, ...]:
+    """A backend name, several separated by commas, or a sequence of names."""
+    if isinstance(value, str):
+        names = tuple(part.strip() for part in value.split(","))
+    elif isinstance(value, (list, tuple)):
+        names = tuple(value)
+    else:
+        raise ConfigError(
+            f"{where}: got {value!r}, supports 'auto', 'none', a backend name, a list of names, or a mapping from "
+            f"a stage to one of these"
+        )
+    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ConfigError(
+            f"{where}: got {value!r}, expected backend names such as 'triton' or 'cudnn, triton'"
+        )
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{where}: got {value!r}, a backend is named twice")
+    if len(names) > 1 and any(name in SPECIAL for name in names):
+        raise ConfigError(f"{where}: got {value!r}; 'auto' and 'none' stand alone and are not part of a list")
+    return names
+
+
+def parse_backend(value: object, where: str = "dsa_kernel_backend") -> BackendChoice:
+    """``auto``, ``none``, a name, a list of names, or a mapping from a stage to these; also their text form."""
+    if isinstance(value, str) and "=" in value:
+        pairs = [part.partition("=") for part in value.split(";") if part.strip()]
+        if len({stage.strip() for stage, _, _ in pairs}) != len(pairs):
+            raise ConfigError(f"{where}: got {value!r}, a stage is named twice")
+        value = {stage.strip(): names for stage, _, names in pairs}
+    if not isinstance(value, Mapping):
+        return (("*", parse_names(value, where)),)
+    if not value:
+        raise ConfigError(f"{where}: got an empty mapping; name at least one stage of {', '.join(STAGES)}")
+    for stage in value:
+        if stage not in STAGES:
+            raise ConfigError(
+                f"{where}: unknown stage {stage!r}. Stages: {', '.join(STAGES)}.{nearest(str(stage), STAGES)}"
+            )
+    return tuple(
+        (stage, parse_names(value[stage], f"{where}[{stage}]")) for stage in STAGES if stage in value
+    )
+
+
+def backend_text(choice: BackendChoice) -> str:
+    return ";".join(
+        ",".join(names) if stage == "*" else f"{stage}={','.join(names)}" for stage, names in choice
+    )
+
+
+def parse_fallback(value: object, where: str = "dsa_kernel_fallback") -> Fallback:
+    if value == "next":
+        return "next"
+    if value == "error":
+        return "error"
+    raise ConfigError(
+        f"{where}: got {value!r}, supports 'next' (move on and say so) and 'error' (run what is named or raise)."
+        f"{nearest(str(value), ('next', 'error'))}"
+    )
+
+
+def parse_flag(value: object, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ConfigError(f"{where}: got {value!r}, supports true or false (also 1/0, yes/no, on/off)")
+
+
+def parse_bytes(value: object, where: str = "memory_budget") -> int:
+    """Bytes as an int, or text such as ``"512MiB"`` or ``"1.5 GB"``."""
+    size = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            size = math.floor(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise ConfigError(
+            f"{where}: got {value!r}, expected a positive number of bytes or text such as '512MiB' or '2GiB'"
+        )
+    return size
+
+
+def parse_query_chunk(value: object, where: str = "query_chunk") -> QueryChunk:
+    if value in ("auto", "off"):
+        return value  # type: ignore[return-value]  # membership narrows to the literals, which mypy cannot see
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ConfigError(f"{where}: got {value!r}, supports a positive number of query rows, 'auto' or 'off'")
+
+
+def parse_profile(value: object, where: str = "profile") -> str:
+    if value == "none":
+        return "none"
+    raise ConfigError(
+        f"{where}: got {value!r}, supports 'none': this version orders backends by their declared rank and reads no "
+        f"measured profile. Leave it unset."
+    )

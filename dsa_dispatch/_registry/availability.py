@@ -1,0 +1,134 @@
+"""Can a backend be used on this machine? Metadata first, the real import and a self-test only at first use."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+from dsa_dispatch._backend import API_VERSION, BackendSpec
+from dsa_dispatch._capability import Requirement
+from dsa_dispatch._decline import Decline, DeclineCode
+from dsa_dispatch._registry import selftest
+from dsa_dispatch._stages import Stage
+
+if TYPE_CHECKING:
+    from dsa_dispatch._runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Outcome of the import and self-test of one stage on one device."""
+
+    declines: tuple[Decline, ...] = ()
+    function: Callable[..., Any] | None = None
+    provider: str = ""
+    traceback: str = ""
+
+
+def installation_declines(spec: BackendSpec, stage: Stage) -> tuple[Decline, ...]:
+    """What metadata alone can tell: API version, missing packages, versions. Imports nothing."""
+    if spec.api_version != API_VERSION:
+        return (
+            Decline(
+                DeclineCode.API_MISMATCH,
+                "api_version",
+                str(spec.api_version),
+                str(API_VERSION),
+                f"Install a release of {spec.name} that is built for this version of dsa-dispatch.",
+            ),
+        )
+    packages = dict.fromkeys((*spec.packages, *spec.stages[stage].capability.packages))
+    return tuple(decline for package in packages if (decline := _package_decline(package)) is not None)
+
+
+def _package_decline(package: Requirement) -> Decline | None:
+    found = _found(package.distribution, package.module)
+    if found is None:
+        hint = package.hint or f"pip install '{package.distribution}{package.versions}'."
+        return Decline(
+            DeclineCode.NOT_INSTALLED,
+            f"package {package.distribution}",
+            "not installed",
+            package.versions or "any version",
+            hint,
+        )
+    # "" is a module without distribution metadata, such as a source checkout: its version cannot be judged here.
+    if package.versions and found and not SpecifierSet(package.versions).contains(found, prereleases=True):
+        hint = f"pip install '{package.distribution}{package.versions}'."
+        return Decline(DeclineCode.VERSION, f"package {package.distribution}", found, package.versions, hint)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _found(distribution: str, module: str) -> str | None:
+    """The version of an installed package, "" when it has no metadata, None when its module cannot be found."""
+    # Only top-level names: find_spec on a dotted name imports the parent.
+    if find_spec(module.partition(".")[0]) is None:
+        return None
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def forget_packages() -> None:
+    """Look at the environment anew (after an installation in a running process)."""
+    importlib.invalidate_caches()
+    _found.cache_clear()
+
+
+def probe(runtime: Runtime, spec: BackendSpec, stage: Stage, device: torch.device) -> Availability:
+    """Import the stage's function and test it on ``device``, once; the outcome is kept until ``refresh()``."""
+    key = (spec.name, stage, str(device))
+    known = runtime.availability.get(key)
+    if known is None:
+        with runtime.lock:
+            known = runtime.availability.get(key)
+            if known is None:
+                known = _probe(spec, stage, device)
+                runtime.availability = {**runtime.availability, key: known}
+    return known
+
+
+def _probe(spec: BackendSpec, stage: Stage, device: torch.device) -> Availability:
+    # Availability only: whatever somebody else's import raises is a reason, never a crash. Kernels are not guarded so.
+    try:
+        function = resolve_reference(spec.stages[stage].function)
+        named = spec.stages[stage].provider
+        provider = str(resolve_reference(named)()) if named else ""
+    except Exception as error:
+        return _failed(DeclineCode.IMPORT_FAILED, spec.stages[stage].function, error)
+    if spec.self_test:
+        try:
+            selftest.run(function, spec.stages[stage].capability, stage, device)
+        except Exception as error:
+            return _failed(DeclineCode.SELF_TEST_FAILED, f"{spec.name} {stage} on {device}", error)
+    return Availability(function=function, provider=provider)
+
+
+def _failed(code: DeclineCode, field: str, error: Exception) -> Availability:
+    lines = str(error).strip().splitlines() or [""]
+    decline = Decline(
+        code,
+        field,
+        f"{type(error).__name__}: {lines[0]}",
+        "an import and a self-test that pass",
+        "`dsa-dispatch doctor` shows the traceback.",
+    )
+    return Availability((decline,), traceback="".join(traceback.format_exception(error)))
+
+
+def resolve_reference(reference: str) -> Callable[..., Any]:
+    """The function that ``"module:function"`` names. Raises ImportError or AttributeError."""
+    module, _, name = reference.partition(":")
+    value: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return value

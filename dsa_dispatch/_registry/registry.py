@@ -1,0 +1,196 @@
+"""The registry: an immutable snapshot of backends and plugins, replaced as a whole when it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+
+import pluggy
+
+from dsa_dispatch._backend import BackendSpec
+from dsa_dispatch._registry import hooks
+from dsa_dispatch.errors import PluginError
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A backend and who brought it."""
+
+    spec: BackendSpec
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFailure:
+    """A plugin, or one backend of it, that could not be used. It costs the others nothing."""
+
+    plugin: str
+    distribution: str
+    step: str
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that dispatch knows of backends. Immutable; readers take no lock."""
+
+    backends: Mapping[str, Registered] = field(default_factory=lambda: MappingProxyType({}))
+    failures: tuple[PluginFailure, ...] = ()
+    plugins: pluggy.PluginManager = field(default_factory=lambda: _plugin_manager())
+    plugin_names: tuple[str, ...] = ()
+    row_limits: tuple[int, ...] = ()
+    key_limits: tuple[int, ...] = ()
+    element_limits: tuple[int, ...] = ()
+    exact_sizes: bool = False
+    """Some capability has an ``extra_check``, so cached decisions must distinguish exact sizes."""
+
+    def names(self) -> frozenset[str]:
+        """Every name a policy may use: backends and their families."""
+        families = {family for entry in self.backends.values() for family in entry.spec.families}
+        return frozenset(self.backends) | families
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """The backends a policy name allows, the highest rank first, ties by name."""
+        return tuple(
+            entry.spec.name
+            for entry in self.ranked()
+            if entry.spec.name == name or name in entry.spec.families
+        )
+
+    def ranked(self) -> tuple[Registered, ...]:
+        return tuple(sorted(self.backends.values(), key=lambda entry: (-entry.spec.rank, entry.spec.name)))
+
+    def fingerprint(self) -> str:
+        """A digest of what decides: names, versions, ranks, capabilities, and policy plugins."""
+        digest = hashlib.sha256()
+        for entry in self.ranked():
+            spec = entry.spec
+            stages = sorted((stage, _stable(spec.stages[stage].capability)) for stage in spec.stages)
+            digest.update(repr((spec.name, spec.version, spec.api_version, spec.rank, stages)).encode())
+        policies = sorted(name for name in self.plugin_names if _implements_order(self.plugins, name))
+        digest.update(repr(policies).encode())
+        return digest.hexdigest()[:16]
+
+
+def _stable(capability: object) -> list[tuple[str, str]]:
+    """The fields of a capability in a form that is the same in every process: sets sorted, functions by name."""
+    rows = []
+    for name in sorted(capability.__dataclass_fields__):  # type: ignore[attr-defined]  # a dataclass instance
+        value = getattr(capability, name)
+        if isinstance(value, frozenset):
+            value = sorted(map(str, value))
+        elif callable(value):
+            value = f"{value.__module__}:{value.__qualname__}"
+        rows.append((name, repr(value)))
+    return rows
+
+
+def _implements_order(manager: pluggy.PluginManager, name: str) -> bool:
+    plugin = manager.get_plugin(name)
+    return plugin is not None and hasattr(plugin, "dsa_dispatch_order")
+
+
+def _plugin_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    return manager
+
+
+def with_backend(snapshot: Snapshot, spec: BackendSpec, origin: str) -> Snapshot:
+    """A snapshot that also holds ``spec``. Raises ``PluginError`` on a second backend of the same name."""
+    if not isinstance(spec, BackendSpec):
+        raise PluginError(f"register_backend: expected a BackendSpec, got {type(spec).__name__}")
+    if spec.name in snapshot.names():
+        known = snapshot.backends.get(spec.name)
+        owner = f"registered by {known.origin}" if known else "a family of other backends"
+        raise PluginError(
+            f"backend {spec.name!r} of {origin} is already {owner}; choose another name or call "
+            f"unregister_backend({spec.name!r}) first"
+        )
+    return _with_backends(snapshot, {**snapshot.backends, spec.name: Registered(spec, origin)})
+
+
+def without_backend(snapshot: Snapshot, name: str) -> Snapshot:
+    if name not in snapshot.backends:
+        raise PluginError(
+            f"unregister_backend: no backend {name!r}; registered: {', '.join(sorted(snapshot.backends))}"
+        )
+    return _with_backends(snapshot, {key: entry for key, entry in snapshot.backends.items() if key != name})
+
+
+def _with_backends(snapshot: Snapshot, backends: dict[str, Registered]) -> Snapshot:
+    capabilities = [stage.capability for entry in backends.values() for stage in entry.spec.stages.values()]
+
+    def limits(values: Iterable[int | None]) -> tuple[int, ...]:
+        return tuple(sorted({value for value in values if value is not None}))
+
+    return replace(
+        snapshot,
+        backends=MappingProxyType(backends),
+        row_limits=limits(capability.max_rows for capability in capabilities),
+        key_limits=limits(capability.max_keys for capability in capabilities),
+        element_limits=limits(capability.max_elements for capability in capabilities),
+        exact_sizes=any(capability.extra_check is not None for capability in capabilities),
+    )
+
+
+def load_plugins(snapshot: Snapshot) -> Snapshot:
+    """Add the backends of every installed plugin, each guarded by itself: a broken one is recorded and skipped."""
+    points = sorted(
+        entry_points(group=hooks.ENTRY_POINT_GROUP),
+        key=lambda point: (_distribution(point) != "dsa-dispatch", point.name, point.value),
+    )
+    for point in dict.fromkeys(points):
+        snapshot = _load_plugin(snapshot, point)
+    return snapshot
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "unknown distribution"
+
+
+def _load_plugin(snapshot: Snapshot, point: EntryPoint) -> Snapshot:
+    failures = list(snapshot.failures)
+    manager = snapshot.plugins
+    distribution = _distribution(point)
+    origin = f"entry point {point.name!r} of {distribution}"
+
+    def failed(step: str, error: Exception) -> None:
+        failures.append(
+            PluginFailure(
+                point.name,
+                distribution,
+                step,
+                f"{type(error).__name__}: {error}",
+                "".join(traceback.format_exception(error)),
+            )
+        )
+
+    plugin: object = None
+    specs: list[BackendSpec] = []
+    step = "import"
+    # A plugin is somebody else's code: whatever it raises must not cost the user the other backends.
+    try:
+        plugin = point.load()
+        step = "register"
+        manager.register(plugin, name=point.name)
+        step = "dsa_dispatch_backends"
+        others = [other for other in manager.get_plugins() if other is not plugin]
+        for result in manager.subset_hook_caller("dsa_dispatch_backends", others)():
+            specs.extend(result)
+    except Exception as error:
+        failed(step, error)
+        if plugin is not None and manager.is_registered(plugin):
+            manager.unregister(plugin)
+        return replace(snapshot, failures=tuple(failures))
+    for spec in specs:
+        try:
+            snapshot = with_backend(snapshot, spec, origin)
+        except Exception as error:
+            failed("backend", error)
+    return replace(snapshot, failures=tuple(failures), plugin_names=(*snapshot.plugin_names, point.name))
