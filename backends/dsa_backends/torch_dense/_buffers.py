@@ -75,7 +75,7 @@ class Workspace:
     rows: int
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The first elements of a buffer in this shape, contiguous and aligned; they hold whatever was there."""
+        """The first elements of a buffer in this shape, contiguous and aligned, with whatever was there."""
         return self.flat[name][: math.prod(shape)].view(shape)
 
 

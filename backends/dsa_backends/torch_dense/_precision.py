@@ -47,7 +47,7 @@ def _leave() -> None:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """fp32 products in fp32. The switches are process-wide, so entries are counted: backward has its own thread."""
+    """fp32 products in fp32. The switches are process-wide, and backward has its own thread: so count."""
     _enter()
     try:
         yield

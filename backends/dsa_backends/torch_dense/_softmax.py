@@ -21,7 +21,7 @@ def exponentials(scores: Tensor, peak: Tensor, total: Tensor) -> None:
 
 
 def normalise(values: Tensor, total: Tensor) -> None:
-    """Divide by the total of ``exponentials``: at least 1 where there is a key, held at 1 where there is none."""
+    """Divide by the total of ``exponentials``: at least 1 where there is a key, and 1 where there is none."""
     total.clamp_min_(1.0)
     values.div_(total)
 
@@ -30,3 +30,10 @@ def probabilities(scores: Tensor, lse: Tensor) -> None:
     """``scores`` become ``exp(score - lse)`` in place, 0 for an lse of -inf (no key). Overwrites ``lse``."""
     lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
     scores.sub_(lse).exp_()
+
+
+def to_score_gradient(gradient: Tensor, p: Tensor, *, mean: Tensor, scale: float) -> None:
+    """``dP`` becomes ``scale * P * (dP - sum P dP)`` in place. ``mean [..., 1]`` receives the sum."""
+    gradient.mul_(p)
+    torch.sum(gradient, -1, keepdim=True, out=mean)
+    gradient.addcmul_(p, mean, value=-1).mul_(scale)

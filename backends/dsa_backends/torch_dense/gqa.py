@@ -20,7 +20,7 @@ from dsa_backends.torch_dense._slots import (
     slot_numbers,
     used_width,
 )
-from dsa_backends.torch_dense._softmax import exponentials, normalise, probabilities
+from dsa_backends.torch_dense._softmax import exponentials, normalise, to_score_gradient
 from dsa_dispatch._call import RowLayout, StageOptions
 from dsa_dispatch._contract import accumulation_dtype
 
@@ -55,9 +55,9 @@ def backward_plan(
         Buffer("dout", group * v, acc),
         Buffer("probabilities", group * width, acc),
         Buffer("score gradient", group * width, acc),
-        Buffer("out, then dq", group * max(qk, v), acc),
-        Buffer("lse", group, acc),
-        Buffer("delta", group, acc),
+        Buffer("dq", group * qk, acc),
+        Buffer("peak, then mean gradient", group, acc),
+        Buffer("total", group, acc),
     )
     loose = scatter_buffers(width, device_type, deterministic)
     return in_blocks(BufferPlan(rows, (slot_numbers(width),), loose), device_type, deterministic)
@@ -162,19 +162,20 @@ def gqa_backward(
             dout_part = workspace.take("dout", n, group, values_width).copy_(dout[block, mine])
             p = workspace.take("probabilities", n, group, width)
             torch.bmm(query, keys.transpose(1, 2), out=p)
-            lse_part = workspace.take("lse", n, group, 1).copy_(lse[block, mine].unsqueeze(-1))
-            probabilities(p.mul_(scale), lse_part)
+            p.mul_(scale).masked_fill_(absent.unsqueeze(1), -math.inf)
+            peak = workspace.take("peak, then mean gradient", n, group, 1)
+            total = workspace.take("total", n, group, 1)
+            exponentials(p, peak, total)
+            normalise(p, total)
             p.masked_fill_(absent.unsqueeze(1), 0)
             if dq is not None or dk is not None:
                 values = gather(workspace, "values, then dv", v[:, head], absent, safe)
                 ds = workspace.take("score gradient", n, group, width)
                 torch.bmm(dout_part, values.transpose(1, 2), out=ds)
-                product = workspace.take("out, then dq", n, group, values_width).copy_(out[block, mine])
-                delta = workspace.take("delta", n, group, 1)
-                torch.sum(product.mul_(dout_part), -1, keepdim=True, out=delta)
-                ds.sub_(delta).mul_(p).mul_(scale).masked_fill_(absent.unsqueeze(1), 0)
+                to_score_gradient(ds, p, mean=peak, scale=scale)
+                ds.masked_fill_(absent.unsqueeze(1), 0)
                 if dq is not None:
-                    dq[block, mine] = torch.bmm(ds, keys, out=workspace.take("out, then dq", n, group, qk))
+                    dq[block, mine] = torch.bmm(ds, keys, out=workspace.take("dq", n, group, qk))
                 if dk is not None:
                     torch.bmm(ds.transpose(1, 2), query, out=keys)
                     scatter_add(dk[:, head], safe, keys, absent, options.deterministic)

@@ -18,11 +18,12 @@ from dsa_backends.torch_dense import (
 from dsa_dispatch._backend import BackendSpec, StageSpec
 from dsa_dispatch._call import CallSpec
 from dsa_dispatch._capability import Capability, Scratch
+from dsa_dispatch._registry.hooks import hookimpl
 
 SCORE_ERROR: Final = 2.0**-15
-"""Relative to the sum of |w q k|. A product of Di channels, summed in any order, errs by at most Di * 2**-24 of
-its sum of absolute products; rounding the weight, weighting, and adding Hi heads make it (Di + Hi + 1) * 2**-24:
-true up to Di + Hi = 511 in the worst case. fp64 inputs are summed in fp64 and stay far below."""
+"""Relative to the sum of |w q k|. A product of Di channels, summed in any order, errs by at most Di * 2**-24
+of its sum of absolute products; rounding the weight, weighting, and adding Hi heads make it
+(Di + Hi + 1) * 2**-24: true up to Di + Hi = 511 in the worst case. fp64 inputs, summed in fp64, stay far below."""
 
 
 def _dtype(call: CallSpec) -> torch.dtype:
@@ -159,3 +160,8 @@ SPEC: Final = BackendSpec(
         ),
     },
 )
+
+
+@hookimpl
+def dsa_dispatch_backends() -> list[BackendSpec]:
+    return [SPEC]
