@@ -22,7 +22,8 @@ class StageSpec:
     capability: Capability
     function: str
     provider: str | None = None
-    """``"package.module:function"`` of a function that names what really runs, e.g. ``"sgl_kernel 0.4.5, lse base 2"``."""
+    """``"package.module:function"`` of a function that names what really runs, e.g. ``"sgl_kernel 0.4.5, lse base
+    2"``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class CallSpec:
     """One call, without its tensors. A field that the operation does not have keeps its default.
 
     Sizes are counted in elements; ``rows`` and ``keys`` are per batch item. ``heads``, ``qk_channels`` and
-    ``v_channels`` describe the attention (or its teacher in the loss), ``index_heads`` and ``index_channels`` the indexer.
+    ``v_channels`` describe the attention (or its teacher in the loss), ``index_heads`` and ``index_channels`` the
+    indexer.
     """
 
     operation: str
@@ -78,7 +79,8 @@ class CallSpec:
     layout: Layout = "bshd"
     context_parallel: ContextParallel = "none"
     extras: frozenset[str] = frozenset()
-    """Legal requests that change the answer and that a backend must know of: "explicit_values", "key_positions", "mask"."""
+    """Legal requests that change the answer and that a backend must know of: "explicit_values", "key_positions",
+    "mask"."""
     needs_grad: frozenset[str] = frozenset()
     """Names of the inputs that need a gradient."""
     deterministic: bool = False

@@ -120,8 +120,8 @@ class IndexerLoss(Protocol):
 class AttentionForward(Protocol):
     """Absorbed sparse attention: the value is ``kv[:, :v_channels]``.
 
-    ``p[t, h, c] = softmax_c(scale * q[t, h] . kv[id(t, c)])``, ``out[t, h] = sum_c p[t, h, c] * kv[id(t, c), :v_channels]``.
-    ``q [T, H, Dqk]``, ``kv [S, Dqk]``, ``indices [T, W]`` int32, ``length [T]`` int32.
+    ``p[t, h, c] = softmax_c(scale * q[t, h] . kv[id(t, c)])``, ``out[t, h] = sum_c p[t, h, c] * kv[id(t, c),
+    :v_channels]``. ``q [T, H, Dqk]``, ``kv [S, Dqk]``, ``indices [T, W]`` int32, ``length [T]`` int32.
     Returns ``out [T, H, v_channels]`` in q's dtype and ``lse [T, H]``, the natural logarithm of the summed
     exponentials of the scaled scores, in fp32 (fp64 for fp64 inputs).
     """
@@ -169,7 +169,8 @@ class AttentionBackward(Protocol):
 class GqaForward(Protocol):
     """Grouped-query sparse attention; query head ``h`` reads key/value head ``h // (H // Hkv)``.
 
-    ``q [T, H, D]``, ``k [S, Hkv, D]``, ``v [S, Hkv, Dv]``; ids are shared by the heads. Returns ``out [T, H, Dv]``, ``lse [T, H]``.
+    ``q [T, H, D]``, ``k [S, Hkv, D]``, ``v [S, Hkv, Dv]``; ids are shared by the heads. Returns ``out [T, H, Dv]``,
+    ``lse [T, H]``.
     """
 
     def __call__(

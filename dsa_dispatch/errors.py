@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dsa_dispatch._decision import Decision
     from dsa_dispatch._decline import Decline
+    from dsa_dispatch._dispatch.decision import Decision
 
 __all__ = [
     "BackendDeclined",

@@ -108,15 +108,13 @@ def _has_width(stage: Stage, call: CallSpec) -> bool:
 
 def declines(capability: Capability, stage: Stage, call: CallSpec, device: DeviceInfo) -> tuple[Decline, ...]:
     """Every reason why this stage cannot serve the call; () when it can. Pure."""
-    return tuple(
-        (
-            *_device_declines(capability, stage, call, device),
-            *_shape_declines(capability, stage, call),
-            *_layout_declines(capability, stage, call),
-            *_promise_declines(capability, stage, call),
-            *_limit_declines(capability, call, device),
-            *_extra_decline(capability, call),
-        )
+    return (
+        *_device_declines(capability, stage, call, device),
+        *_shape_declines(capability, stage, call),
+        *_layout_declines(capability, stage, call),
+        *_promise_declines(capability, stage, call),
+        *_limit_declines(capability, call, device),
+        *_extra_decline(capability, call),
     )
 
 

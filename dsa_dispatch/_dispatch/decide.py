@@ -188,7 +188,8 @@ def no_backend_message(decision: Decision) -> str:
 
 
 def plan(runtime: Runtime, decision: Decision, device: torch.device, excluded: Excluded = ()) -> Plan:
-    """Turn a decision into a plan; raise ``NoBackendError`` where a stage is not served, and warn where the user's choice was."""
+    """Turn a decision into a plan; raise ``NoBackendError`` where a stage is not served, and warn where the user's
+    choice was."""
     if not decision.served:
         for entry in decision.stages:
             _count_declines(runtime, entry)
@@ -240,7 +241,8 @@ def _count_declines(runtime: Runtime, entry: StageDecision) -> None:
 def _warn(runtime: Runtime, decision: Decision, entry: StageDecision) -> None:
     """Say once, per stage, named backend and codes, when what the user named did not run.
 
-    Under ``auto`` the same holds for a CUDA call that lands on the reference: the fault is a run that silently went slow.
+    Under ``auto`` the same holds for a CUDA call that lands on the reference: the fault is a run that silently went
+    slow.
     """
     chosen = entry.chosen
     assert chosen is not None

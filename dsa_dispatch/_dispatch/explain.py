@@ -34,7 +34,8 @@ def explain_operation(
 
 
 def _widest(decisions: list[Decision]) -> CallSpec:
-    """One call that holds the fields of all decisions of an operation; attention sizes come from the attention's own."""
+    """One call that holds the fields of all decisions of an operation; attention sizes come from the attention's
+    own."""
     call = decisions[0].call
     for decision in decisions[1:]:
         changed = {

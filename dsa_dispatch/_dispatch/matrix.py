@@ -128,7 +128,7 @@ def _dtypes(capability: Capability) -> str:
 def _rows(capability: Capability, stage: Stage) -> str:
     if stage.startswith(("attention", "gqa")):
         return f"ids: {capability.index_form}"
-    parts = [*sorted(capability.layouts), *sorted(capability.bounds)]
+    parts: list[str] = [*sorted(capability.layouts), *sorted(capability.bounds)]
     parts += [f"CP {kind}" for kind in sorted(capability.context_parallel) if kind != "none"]
     return ", ".join(parts)
 

@@ -68,7 +68,7 @@ def attention_memory(
 ) -> MemoryPlan:
     """The transients of one attention stage, absorbed or grouped-query."""
     legal = stage.legalization
-    rows, batch, heads, channels = query.shape
+    _, batch, heads, channels = query.shape
     size = query.element_size()
     padded = legal.heads[1] * legal.channels[1] * size
     copied = batch > 1 or legal.heads[0] != legal.heads[1] or legal.channels[0] != legal.channels[1]
@@ -123,7 +123,7 @@ def _forward(
         return empty_outputs(query, v_channels)
     stage = plan.stage("attention_forward")
     legal = stage.legalization
-    rows, batch, heads, _ = query.shape
+    heads = query.shape[2]
     layout = row_layout(query, key)
     memory = attention_memory(plan, stage, query, key, indices, v_channels)
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)

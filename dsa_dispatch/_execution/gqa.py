@@ -31,7 +31,8 @@ def gqa_forward(
     scale: float,
     plan: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """``query [sq, b, hq, d]``, ``key [sk, b, hkv, d]``, ``value [sk, b, hkv, dv]`` -> ``out [sq, b, hq, dv]``, ``lse``."""
+    """``query [sq, b, hq, d]``, ``key [sk, b, hkv, d]``, ``value [sk, b, hkv, dv]`` -> ``out [sq, b, hq, dv]``,
+    ``lse``."""
     return run_planned(
         plan_of(plan),
         ("gqa_forward",),

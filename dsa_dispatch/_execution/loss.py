@@ -38,7 +38,7 @@ def loss_memory(
     wide = accumulation_dtype(q.dtype).itemsize
     teacher = accumulation_dtype(query.dtype).itemsize
     copies = q.shape[1] > 1
-    _, _, heads, channels = query.shape
+    heads = query.shape[2]
     hi, di = loss.legalization.heads[1], loss.legalization.channels[1]
     core = (
         (

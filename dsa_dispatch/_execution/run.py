@@ -38,10 +38,8 @@ def call_stage(stage: StagePlan, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         provider = f" ({stage.provider})" if stage.provider else ""
         note = f"raised by backend {stage.backend}{provider} in stage {stage.stage}"
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10 shows no notes; kept where later versions keep them
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[unreachable]
+        # What add_note does; Python 3.10 has no add_note and shows no notes, but keeps them for whoever looks.
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
         raise
 
 

@@ -61,7 +61,8 @@ def indexer_topk(
     block_size: int | None,
     plan: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """``q [sq, b, hi, di]``, ``k [sk, b, di]``, ``weights [sq, b, hi]`` -> ``indices [b, sq, topk]``, ``length [b, sq]``."""
+    """``q [sq, b, hi, di]``, ``k [sk, b, di]``, ``weights [sq, b, hi]`` -> ``indices [b, sq, topk]``, ``length [b,
+    sq]``."""
     return run_planned(
         plan_of(plan),
         ("indexer_topk",),

@@ -54,10 +54,11 @@ def run_fused_dsa_attention(
     ``query [sq, b, h, dqk]``, ``key [sk, b, 1, dqk]`` absorbed; ``up_v_weight [h, vh, dv]`` maps the latent value of
     ``dv`` channels to ``vh`` per head. ``q_indexer``, ``k_indexer``, ``indexer_weights``, ``varlen_starts`` and
     ``varlen_ends`` as ``q``, ``k``, ``weights``, ``starts`` and ``ends`` of ``run_fused_qk_topk``.
-    ``attn_mask_type=None`` says that an additive mask exists; like explicit ``value`` and ``key_positions`` it is a legal
-    call that no backend serves yet, hence ``NoBackendError``: never computed without it.
+    ``attn_mask_type=None`` says that an additive mask exists; like explicit ``value`` and ``key_positions`` it is a
+    legal call that no backend serves yet, hence ``NoBackendError``: never computed without it.
 
-    Returns ``out [sq, b, h * vh]`` and the loss (0-d; 0 when ``loss_coeff`` is 0). ``out`` is differentiable with respect
+    Returns ``out [sq, b, h * vh]`` and the loss (0-d; 0 when ``loss_coeff`` is 0). ``out`` is differentiable with
+    respect
     to query, key and up_v_weight, the loss with respect to the indexer's inputs. Errors as in ``run_fused_qk_topk``.
     """
     check.check_tensors({"query": query, "key": key, "up_v_weight": up_v_weight, "q_indexer": q_indexer})

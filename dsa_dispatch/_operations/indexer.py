@@ -78,14 +78,16 @@ def run_fused_qk_topk(
     """Select the ``index_topk`` best keys of every query row.
 
     The score of key ``j`` for row ``i`` is ``sum_h weights[i, h] * f(q[i, h] . k[j])`` with f = ReLU or identity;
-    ``weights`` already carry ``hi ** -0.5 * di ** -0.5`` (DeepSeek-V3.2, lightning indexer). Ties go to the lower index.
+    ``weights`` already carry ``hi ** -0.5 * di ** -0.5`` (DeepSeek-V3.2, lightning indexer). Ties go to the lower
+    index.
 
     ``q [sq, b, hi, di]``, ``k [sk, b, di]`` of one float dtype, ``weights [sq, b, hi]`` of any. ``starts`` and ``ends``
     ``[sq]`` or ``[b, sq]`` int32/int64: half-open ranges of key rows, clamped; None and None is causal, aligned to the
     bottom right. ``block_size`` caps the rows scored at once. The ``local_packed_cp_*`` arguments describe the layout
     and never change a result. Returns ``TopK``; not differentiable.
 
-    Raises ``InvalidInputError`` on bad input, ``ConfigError`` on a bad setting, ``NoBackendError`` when nobody may serve.
+    Raises ``InvalidInputError`` on bad input, ``ConfigError`` on a bad setting, ``NoBackendError`` when nobody may
+    serve.
     """
     return select(
         "run_fused_qk_topk",
@@ -159,7 +161,8 @@ def run_fused_qk_topk_with_loss(
 ) -> TopKWithLoss:
     """``run_fused_qk_topk`` with the KL divergence of the indexer from the attention it stands in for.
 
-    The teacher is the attention of ``query [sq, b, h, dqk]`` over ``key [sk, b, 1, dqk]`` with ``softmax_scale``, summed
+    The teacher is the attention of ``query [sq, b, h, dqk]`` over ``key [sk, b, 1, dqk]`` with ``softmax_scale``,
+    summed
     over heads and normalised per row; it gets no gradient. The support is the selection (``sparse_loss``) or every key
     of the row. The loss is ``loss_coeff`` times the sum over rows, divided by the number of valid rows unless
     ``calculate_per_token_loss``. ``query_valid_rows`` bool ``[sq]``, ``[1, sq]`` or ``[b, sq]`` leaves rows out.

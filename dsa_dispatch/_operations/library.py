@@ -19,7 +19,8 @@ from dsa_dispatch._dispatch.table import plan_for, record
 from dsa_dispatch._execution import attention, gqa, loss, topk
 
 NAMESPACE: Final = "dsa_dispatch"
-LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
+# torch.library is untyped in the releases we support.
+LIBRARY: Final[Any] = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
 def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:

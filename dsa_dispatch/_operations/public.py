@@ -57,8 +57,10 @@ def explain(
     """Who would serve a call, and why the others would not: the code that decides, with its cache bypassed.
 
     Either ``explain("run_fused_qk_topk", config, q, k, ...)`` with the operation's own arguments, or
-    ``explain("run_fused_qk_topk", call=CallSpec(...))`` with data, and then ``device=DeviceInfo(...)`` for hardware that
-    is not here. Runs no kernel but the self-test of a backend that has not been used yet. The ``Decision`` prints as text
+    ``explain("run_fused_qk_topk", call=CallSpec(...))`` with data, and then ``device=DeviceInfo(...)`` for hardware
+    that
+    is not here. Runs no kernel but the self-test of a backend that has not been used yet. The ``Decision`` prints
+    as text
     and has ``to_markdown`` and ``to_json``. Raises what the operation raises on bad input, never ``NoBackendError``.
     """
     if call is not None:
@@ -73,7 +75,8 @@ def _fields(call: CallSpec) -> dict[str, Any]:
 
 
 def use_fused_dsa_kernels(config: object) -> bool:
-    """Whether fused kernels may be tried: not when the host's ``attention_backend`` is unfused or the policy is ``none``."""
+    """Whether fused kernels may be tried: not when the host's ``attention_backend`` is unfused or the policy is
+    ``none``."""
     backend = getattr(config, "attention_backend", None)
     if getattr(backend, "name", backend) == "unfused":
         return False

@@ -165,7 +165,7 @@ def check_bounds(q: Tensor, starts: Tensor | None, ends: Tensor | None) -> None:
     if starts is None or ends is None:
         missing, given = ("starts", "ends") if starts is None else ("ends", "starts")
         raise InvalidInputError(
-            f"{given} is given and {missing} is None: give both, or neither for a causal mask aligned to the bottom right"
+            f"{given} is given and {missing} is None: give both, or neither (causal, aligned to the bottom right)"
         )
     rows, batch = q.shape[:2]
     check_tensors({"q": q, "starts": starts, "ends": ends})
@@ -214,7 +214,7 @@ def check_absorbed(query: Tensor, key: Tensor, v_channels: Any) -> int:
     width = check_count("v_channels", v_channels)
     if width > channels:
         raise InvalidInputError(
-            f"v_channels: got {width}, supports up to the {channels} channels of the key, of which the value is a prefix"
+            f"v_channels: got {width}, supports up to the {channels} channels of the key, whose prefix is the value"
         )
     return width
 
@@ -230,7 +230,7 @@ def check_grouped(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_positive("query", query, {2: "heads", 3: "channels"})
     check_positive("key", key, {2: "heads"})
     check_positive("value", value, {3: "channels"})
-    keys, batch, kv_heads, channels = key.shape
+    keys, batch, kv_heads, _ = key.shape
     check_sizes("key", key, "[sk, b, hkv, d]", (None, query.shape[1], None, query.shape[3]), "as in query")
     check_sizes("value", value, "[sk, b, hkv, dv]", (keys, batch, kv_heads, None), "as in key")
     check_key_count(batch, keys)

@@ -55,7 +55,8 @@ def environment_config(values: Values) -> DSAConfig:
 
 
 def reject_unknown_variables() -> None:
-    """Raise ``ConfigError`` for a variable with our prefix that nothing reads: a misspelt one has no effect otherwise."""
+    """Raise ``ConfigError`` for a variable with our prefix that nothing reads: a misspelt one has no effect
+    otherwise."""
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in VARIABLES:
             raise ConfigError(

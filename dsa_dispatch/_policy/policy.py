@@ -107,7 +107,8 @@ def resolve_policy(key: PolicyKey) -> Policy:
 def _stage_names(
     stage: Stage, layers: Iterable[tuple[str, DSAConfig]], settings: list[Setting]
 ) -> tuple[str, ...]:
-    """The nearest layer that names this stage wins, so a mapping leaves the stages it does not name to the next layer."""
+    """The nearest layer that names this stage wins, so a mapping leaves the stages it does not name to the next
+    layer."""
     for source, layer in layers:
         choice: BackendChoice = layer.dsa_kernel_backend or ()
         for key, names in choice:

@@ -14,7 +14,8 @@ from dsa_dispatch.errors import ConfigError
 Fallback = Literal["next", "error"]
 QueryChunk = int | Literal["auto", "off"]
 BackendChoice = tuple[tuple[Stage | Literal["*"], tuple[str, ...]], ...]
-"""Named backends per stage, ``"*"`` for every stage, in the order of preference; ``("auto",)`` and ``("none",)`` stand alone."""
+"""Named backends per stage, ``"*"`` for every stage, in the order of preference; ``("auto",)`` and ``("none",)``
+stand alone."""
 
 SPECIAL: Final = ("auto", "none")
 _UNITS: Final[Mapping[str, int]] = {
@@ -125,8 +126,8 @@ def parse_bytes(value: object, where: str = "memory_budget") -> int:
 
 
 def parse_query_chunk(value: object, where: str = "query_chunk") -> QueryChunk:
-    if value in ("auto", "off"):
-        return value  # type: ignore[return-value]  # membership narrows to the literals, which mypy cannot see
+    if value == "auto" or value == "off":
+        return value
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:

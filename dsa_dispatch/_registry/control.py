@@ -12,7 +12,8 @@ from dsa_dispatch._runtime import current
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """A registered backend, as far as metadata tells. ``missing`` are the reasons why none of its stages can run here."""
+    """A registered backend, as far as metadata tells. ``missing`` are the reasons why none of its stages can run
+    here."""
 
     name: str
     version: str

@@ -221,7 +221,8 @@ def _scattered(key: Tensor, ids: Tensor, gradient: Tensor, value_gradient: Tenso
         gradient = gradient.clone()
         gradient[..., : value_gradient.shape[3]] += value_gradient
     kv_heads = key.shape[1] if key.dim() == 3 else 1
-    grouped = gradient.unflatten(2, (kv_heads, -1)).sum(3)
+    rows, slots, heads, channels = gradient.shape
+    grouped = gradient.view(rows, slots, kv_heads, heads // kv_heads, channels).sum(3)
     total = torch.zeros(key.shape[0], *grouped.shape[2:], dtype=torch.float64)
     total.index_add_(0, ids.reshape(-1), grouped.flatten(0, 1))
     return total.view(key.shape)
