@@ -1,0 +1,46 @@
+# Two commands need nothing but Python (3.10 to 3.13) and make: `make run` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# CPU threads of one test process; two processes run beside each other.
+JOBS ?= 2
+
+.PHONY: run test lint types unit overhead docs gpu clean
+
+run: $(VENV)/installed
+	$(BIN)/dsa-dispatch run quickstart
+
+test: lint types unit overhead
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+unit: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --ignore tests/overhead
+
+# Alone, since it measures time.
+overhead: $(VENV)/installed-dev
+	$(BIN)/pytest tests/overhead -s
+
+# Generated documentation; the tests fail while it is stale.
+docs: $(VENV)/installed
+	$(BIN)/dsa-dispatch matrix --format markdown --output docs/capabilities.md
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt $(VENV)/installed | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,triton]'
+	touch $@

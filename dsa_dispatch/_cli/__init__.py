@@ -1,0 +1,38 @@
+"""The command line: one module per command, joined here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+
+from dsa_dispatch._cli import check, doctor, explain, fingerprint, listing, matrix, run
+from dsa_dispatch.errors import DSADispatchError
+
+app = typer.Typer(
+    name="dsa-dispatch",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="DeepSeek Sparse Attention through whichever kernel can run it.",
+)
+app.command("run")(run.run)
+app.command("check")(check.check)
+app.command("matrix")(matrix.matrix)
+app.command("explain")(explain.explain)
+app.command("list")(listing.list_)
+app.command("doctor")(doctor.doctor)
+app.command("fingerprint")(fingerprint.fingerprint)
+
+
+def main() -> None:
+    """Entry point of ``dsa-dispatch``. An error of this library ends with its message and exit status 2."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except DSADispatchError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {type(error).__name__}:", end=" ")
+        print(error, file=sys.stderr)  # noqa: T201 # the message is plain text: rich would read brackets as markup
+        raise SystemExit(2) from None

@@ -1,0 +1,31 @@
+"""``dsa-dispatch list``: who is registered, and what is missing. Reads metadata only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dsa_dispatch._cli.output import emit
+from dsa_dispatch._registry.control import list_backends
+from dsa_dispatch._run_config import preset_names
+
+
+def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
+    """List backends and presets."""
+    backends = list_backends()
+    if json_:
+        data = {"backends": [dataclasses.asdict(info) for info in backends], "presets": preset_names()}
+        emit(json.dumps(data, indent=2))
+        return
+    table = Table("backend", "rank", "installed", "stages", "from", title="Backends, in the order of auto")
+    for info in backends:
+        state = "yes" if info.installed else "no: " + "; ".join(info.missing)
+        table.add_row(info.name, str(info.rank), state, ", ".join(info.stages), info.origin)
+    console = Console()
+    console.print(table)
+    console.print("presets: " + ", ".join(preset_names()))
