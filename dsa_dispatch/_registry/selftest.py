@@ -1,13 +1,14 @@
-"""A tiny run of a stage before it is trusted: a shared key, an empty row, a hole, and the base of the lse.
+"""A stage against dense formulas in fp64: tiny before it is trusted, larger for `dsa-dispatch check`.
 
-Each of these has been wrong in a published kernel. The case is four rows over three keys, in the smallest shapes that
-the capability declares, and is compared with a dense formula in fp64; tolerances only tell right from wrong.
+The tiny case is four rows over three keys, in the smallest shapes that the capability declares, with a shared key, an
+empty row, a hole, and a row whose lse tells its base: each has been wrong in a published kernel. Its tolerances only
+tell right from wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -43,11 +44,12 @@ class Case:
     rows: RowLayout
     options: StageOptions
     v_channels: int
-    tolerance: float
     use_relu: bool
     sparse: bool
+    errors: dict[str, float] = field(default_factory=dict)
+    """What was compared, and its error relative to the norm of the exact value (at least 1)."""
 
-    def close(self, what: str, got: Tensor, wanted: Tensor) -> None:
+    def compare(self, what: str, got: Tensor, wanted: Tensor) -> None:
         got = got.detach().to("cpu", torch.float64)
         wanted = wanted.to("cpu", torch.float64)
         if got.shape != wanted.shape:
@@ -55,23 +57,37 @@ class Case:
         if not torch.equal(got.isinf(), wanted.isinf()) or bool(got.isnan().any()):
             raise SelfTestError(f"{what}: infinities or NaN where there should be none, or the reverse")
         finite = wanted.isfinite()
-        error = (got - wanted)[finite].norm()
-        if error > self.tolerance * wanted[finite].norm().clamp(min=1.0):
-            raise SelfTestError(f"{what}: differs from the dense formula by {float(error):.3g}")
+        self.errors[what] = float((got - wanted)[finite].norm() / wanted[finite].norm().clamp(min=1.0))
 
 
 def run(function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device) -> None:
-    """Run ``function`` on the case of its capability. Raises ``SelfTestError``, or whatever the function raises."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        _CHECKS[stage](function, _case(capability, stage, device))
-
-
-def _case(capability: Capability, stage: Stage, device: torch.device) -> Case:
+    """Run ``function`` on the tiny case. Raises ``SelfTestError``, or whatever the function raises."""
     preference = ("float32", "float64", "float16", "bfloat16")
     if device.type != "cpu":
         preference = ("bfloat16", "float16", "float32", "float64")
-    name = next(name for name in preference if name in capability.dtypes)
-    dtype: torch.dtype = getattr(torch, name)
+    dtype = next(name for name in preference if name in capability.dtypes)
+    for what, error in measure(function, capability, stage, device, dtype).items():
+        if error > TOLERANCE[dtype]:
+            raise SelfTestError(f"{what}: relative error {error:.3g} against the dense formula")
+
+
+def measure(
+    function: Callable[..., Any],
+    capability: Capability,
+    stage: Stage,
+    device: torch.device,
+    dtype: str,
+    large: bool = False,
+) -> dict[str, float]:
+    """Relative error of each result of a stage. Raises ``SelfTestError`` where a result is wrong in kind."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        case = _case(capability, stage, device, dtype, large)
+        _CHECKS[stage](function, case)
+    return case.errors
+
+
+def _case(capability: Capability, stage: Stage, device: torch.device, dtype_name: str, large: bool) -> Case:
+    dtype: torch.dtype = getattr(torch, dtype_name)
     grouped = stage in ("gqa_forward", "gqa_backward")
     if capability.heads.values is not None:
         heads = min(capability.heads.values)
@@ -90,40 +106,52 @@ def _case(capability: Capability, stage: Stage, device: torch.device) -> Case:
         step = capability.channels.multiple_of
         channels, v_channels = -(-32 // step) * step, 16
     v_channels = v_channels or channels
+    rows, keys = (48, 96) if large else (4, 3)
     width = capability.width.multiple_of
-    while width < 2 or (capability.width.power_of_two and width & (width - 1)):
+    while width < (24 if large else 2) or (capability.width.power_of_two and width & (width - 1)):
         width += capability.width.multiple_of
     generator = torch.Generator().manual_seed(2051)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-    ids = torch.full((4, width), -1, dtype=torch.int32)
-    length = torch.full((4,), 2, dtype=torch.int32)
-    for row, slots in enumerate(SLOTS):
-        valid = [slot for slot in slots if slot >= 0]
-        # A kernel that needs a prefix is handed one, as the core would.
-        kept = valid if capability.index_form == "prefix" else slots
-        ids[row, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
-        if capability.index_form == "prefix":
-            length[row] = len(valid)
-    key = draw(3, kv_heads, channels) if grouped else draw(3, channels)
+    ids, length = _ids(rows, keys, width, capability.index_form == "prefix", generator)
+    starts, ends = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 3, 3, 2])
+    if large:
+        starts = torch.randint(0, keys // 2, (rows,), generator=generator)
+        ends = starts + torch.randint(0, keys // 2, (rows,), generator=generator)
+    key = draw(keys, kv_heads, channels) if grouped else draw(keys, channels)
     return Case(
-        query=draw(4, heads, channels),
+        query=draw(rows, heads, channels),
         key=key,
-        value=draw(3, kv_heads, v_channels) if grouped else key[:, :v_channels],
-        weights=draw(4, heads),
+        value=draw(keys, kv_heads, v_channels) if grouped else key[:, :v_channels],
+        weights=draw(rows, heads),
         indices=ids.to(device),
         length=length.to(device),
-        starts=torch.tensor([0, 0, 1, 2], dtype=torch.int32, device=device),
-        ends=torch.tensor([1, 3, 3, 2], dtype=torch.int32, device=device),
-        rows=RowLayout(batch=1, rows=4, keys=3, bounds="ranges"),
+        starts=starts.to(device, torch.int32),
+        ends=ends.to(device, torch.int32),
+        rows=RowLayout(batch=1, rows=rows, keys=keys, bounds="ranges"),
         options=StageOptions(deterministic=False),
         v_channels=v_channels,
-        tolerance=TOLERANCE[name],
         use_relu=True in capability.relu,
         sparse="sparse" in capability.losses,
     )
+
+
+def _ids(rows: int, keys: int, width: int, prefix: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Ids with holes, duplicates and an empty row. A kernel that needs a prefix is handed one, as the core would."""
+    slots = [list(row) for row in SLOTS]
+    if rows > len(SLOTS):
+        drawn = torch.randint(-1, keys, (rows, min(width, keys)), generator=generator)
+        drawn[:: rows // 4] = -1
+        slots = drawn.tolist()
+    ids = torch.full((rows, width), -1, dtype=torch.int32)
+    length = torch.zeros(rows, dtype=torch.int32)
+    for row, values in enumerate(slots):
+        kept = [value for value in values if value >= 0] if prefix else values
+        ids[row, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+        length[row] = len(kept)
+    return ids, length
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -168,8 +196,8 @@ def _forward(function: Callable[..., Any], case: Case) -> None:
     )
     probability, _, exact_lse, ids = _probabilities(case)
     wanted = torch.einsum("thw,twhd->thd", probability, _gathered(case, case.value, ids))
-    case.close("out", out, wanted)
-    case.close("lse (natural logarithm)", lse, exact_lse)
+    case.compare("out", out, wanted)
+    case.compare("lse (natural logarithm)", lse, exact_lse)
 
 
 def _operands(case: Case) -> tuple[Tensor, ...]:
@@ -209,10 +237,10 @@ def _backward(function: Callable[..., Any], case: Case) -> None:
         **accumulators,
         **_width(case),
     )
-    case.close("dq", got, dq)
-    case.close("key gradient", sum_k, _scattered(case.key, ids, dk, None if case.key.dim() == 3 else dv))
+    case.compare("dq", got, dq)
+    case.compare("key gradient", sum_k, _scattered(case.key, ids, dk, None if case.key.dim() == 3 else dv))
     if case.key.dim() == 3:
-        case.close("value gradient", sum_v, _scattered(case.value, ids, dv, None))
+        case.compare("value gradient", sum_v, _scattered(case.value, ids, dv, None))
 
 
 def _scattered(key: Tensor, ids: Tensor, gradient: Tensor, value_gradient: Tensor | None) -> Tensor:
@@ -230,10 +258,12 @@ def _scattered(key: Tensor, ids: Tensor, gradient: Tensor, value_gradient: Tenso
 
 def _selection(function: Callable[..., Any], case: Case) -> None:
     """Small integers: every product and sum is exact, so the order is known, ties included."""
+    keys = case.key.shape[0]
+    values = [1 + (key > 0) if keys == 3 else key * key % 7 for key in range(keys)]
     q = torch.zeros_like(case.query)
     q[:, :, 0] = 1
     k = torch.zeros_like(case.key)
-    k[:, 0] = torch.tensor([1, 2, 2], dtype=k.dtype, device=k.device)
+    k[:, 0] = torch.tensor(values, dtype=k.dtype, device=k.device)
     width = case.indices.shape[1]
     ids, length = function(
         q,
@@ -246,16 +276,17 @@ def _selection(function: Callable[..., Any], case: Case) -> None:
         use_relu=case.use_relu,
         options=case.options,
     )
-    candidates = ((0,), (1, 2, 0), (1, 2), ())
-    for row, wanted in enumerate(candidates):
-        chosen = ids[row].tolist()
-        count = min(width, len(wanted))
+    bounds = zip(case.starts.tolist(), case.ends.tolist(), strict=True)
+    for row, (start, end) in enumerate(bounds):
+        wanted = sorted(range(start, end), key=lambda key: (-values[key], key))[:width]
+        chosen, count = ids[row].tolist(), len(wanted)
         if int(length[row]) != count or any(slot != -1 for slot in chosen[count:]):
             raise SelfTestError(f"selection of row {row}: expected {count} ids and then -1, got {chosen}")
-        if set(chosen[:count]) != set(wanted[:count]):
+        if set(chosen[:count]) != set(wanted):
             raise SelfTestError(
-                f"selection of row {row}: expected {sorted(wanted[:count])}, got {chosen[:count]}"
+                f"selection of row {row}: expected {sorted(wanted)}, got {sorted(chosen[:count])}"
             )
+    case.errors["selection"] = 0.0
 
 
 def _teacher(case: Case) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -263,7 +294,7 @@ def _teacher(case: Case) -> tuple[Tensor, Tensor, dict[str, Any]]:
     if case.sparse:
         probability, valid, _, _ = _probabilities(case)
         return probability.sum(1), valid, {"indices": case.indices, "length": case.length}
-    columns = torch.arange(3)
+    columns = torch.arange(case.key.shape[0])
     valid = (columns >= case.starts.cpu()[:, None]) & (columns < case.ends.cpu()[:, None])
     score = torch.einsum("thd,sd->ths", _exact(case.query), _exact(case.key)) * SCALE
     probability = score.masked_fill(~valid[:, None], -torch.inf).softmax(-1).nan_to_num()
@@ -283,7 +314,7 @@ def _target(function: Callable[..., Any], case: Case) -> None:
         rows=case.rows,
         options=case.options,
     )
-    case.close("teacher mass", got, mass)
+    case.compare("teacher mass", got, mass)
 
 
 def _loss(function: Callable[..., Any], case: Case) -> None:
@@ -305,21 +336,22 @@ def _loss(function: Callable[..., Any], case: Case) -> None:
         dk=dk,
         options=case.options,
     )
-    ids = case.indices.cpu().long().clamp(min=0) if case.sparse else torch.arange(3).expand(4, 3)
+    columns = torch.arange(case.key.shape[0]).expand(case.query.shape[0], -1)
+    ids = case.indices.cpu().long().clamp(min=0) if case.sparse else columns
     dot = torch.einsum("thd,twd->thw", _exact(case.query), _exact(case.key)[ids])
     active = dot.clamp(min=0) if case.use_relu else dot
     score = torch.einsum("thw,th->tw", active, _exact(case.weights)).masked_fill(~valid, -torch.inf)
     predicted = score.softmax(-1).nan_to_num()
     teacher = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
     divergence = teacher * (teacher.clamp(min=1e-10).log() - score.log_softmax(-1))
-    case.close("loss", terms.kl, torch.where(valid, divergence, 0.0).nan_to_num().sum(-1))
+    case.compare("loss", terms.kl, torch.where(valid, divergence, 0.0).nan_to_num().sum(-1))
     slope = predicted * teacher.sum(-1, keepdim=True) - teacher
-    case.close("weights gradient", terms.dw, torch.einsum("tw,thw->th", slope, active))
+    case.compare("weights gradient", terms.dw, torch.einsum("tw,thw->th", slope, active))
     gate = (dot > 0).double() if case.use_relu else torch.ones_like(dot)
     inner = slope[:, None] * _exact(case.weights)[..., None] * gate
-    case.close("q gradient", terms.dq, torch.einsum("thw,twd->thd", inner, _exact(case.key)[ids]))
+    case.compare("q gradient", terms.dq, torch.einsum("thw,twd->thd", inner, _exact(case.key)[ids]))
     per_slot = torch.einsum("thw,thd->twhd", inner, _exact(case.query)).sum(2, keepdim=True)
-    case.close("k gradient", dk, _scattered(case.key, ids, per_slot, None))
+    case.compare("k gradient", dk, _scattered(case.key, ids, per_slot, None))
 
 
 _CHECKS: Final[dict[Stage, Callable[[Callable[..., Any], Case], None]]] = {
