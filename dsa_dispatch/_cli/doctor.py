@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._policy.environment import VARIABLES, reject_unknown_variables
@@ -37,7 +37,13 @@ def doctor(
         )
         if tracebacks:
             console.print(failure.traceback, markup=False)
-    table = Table("backend", "stage", "device", "state", title="Import and self-test")
+    table = Table(
+        Column("backend", no_wrap=True),
+        Column("stage", no_wrap=True),
+        "device",
+        "state",
+        title="Import and self-test",
+    )
     details: list[str] = []
     for entry in runtime.snapshot.ranked():
         for stage, spec in entry.spec.stages.items():

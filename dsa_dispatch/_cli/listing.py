@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dsa_dispatch._cli.output import emit
 from dsa_dispatch._registry.control import list_backends
@@ -22,7 +22,14 @@ def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable."
         data = {"backends": [dataclasses.asdict(info) for info in backends], "presets": preset_names()}
         emit(json.dumps(data, indent=2))
         return
-    table = Table("backend", "rank", "installed", "stages", "from", title="Backends, in the order of auto")
+    table = Table(
+        Column("backend", no_wrap=True),
+        "rank",
+        "installed",
+        "stages",
+        "from",
+        title="Backends, in the order of auto",
+    )
     for info in backends:
         state = "yes" if info.installed else "no: " + "; ".join(info.missing)
         table.add_row(info.name, str(info.rank), state, ", ".join(info.stages), info.origin)
