@@ -23,6 +23,7 @@ def select_buffers(keys: int, chosen: int, acc: torch.dtype) -> tuple[Buffer, ..
         Buffer("best places", chosen, torch.int64),
         Buffer("lowest best score", 1, order),
         Buffer("above it", 1, torch.int64),
+        Buffer("room for ties", 1, order),
     )
 
 
@@ -54,12 +55,13 @@ def select(workspace: Workspace, scores: Tensor, absent: Tensor, length: Tensor,
     lowest = torch.amin(best, 1, keepdim=True, out=workspace.take("lowest best score", rows, 1))
     above = workspace.take("above it", rows, 1)
     torch.sum(torch.gt(best, lowest, out=places), 1, keepdim=True, out=above)
-    room = torch.sub(length.unsqueeze(1), above, out=above)
+    # In the type of ``ties``: a comparison of two integer types converts a whole table first.
+    room = workspace.take("room for ties", rows, 1).copy_(length.unsqueeze(1)).sub_(above)
     selected = workspace.take("selected", *order.shape)
     test = workspace.take("selection test", *order.shape)
     ties = workspace.take("sign bits, then ties so far", *order.shape)
     torch.eq(order, lowest, out=selected)
-    torch.cumsum(ties.copy_(selected), 1, out=ties)
+    torch.cumsum(ties.copy_(selected), 1, dtype=ties.dtype, out=ties)
     selected.logical_and_(torch.le(ties, room, out=test))
     selected.logical_or_(torch.gt(order, lowest, out=test))
     return selected.logical_and_(torch.logical_not(absent, out=test))

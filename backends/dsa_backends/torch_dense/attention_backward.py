@@ -1,7 +1,7 @@
 """Gradients of absorbed sparse attention, written out; probabilities are computed anew.
 
-With ``P = softmax(scale * q k)``, ``dP = dout v`` and ``dS = scale * P * (dP - sum P dP)``: ``dq = dS k`` and
-``dk = dS^T q``, to which the value part adds ``P^T dout`` in the first ``v_channels``. The saved ``out`` and
+With ``P = softmax(scale * q k)``, ``dP = dout v`` and ``dS = scale * P * (dP - sum P dP)``: ``dq = dS k``
+and ``dk = dS^T q``, to which the value part adds ``P^T dout`` in the first ``v_channels``. The saved ``out`` and
 ``lse`` would spare two sums, but ``dout * out`` carries the rounding of a bf16 ``out``: with activations scaled
 by 30, where softmax saturates and ``dS`` is a small difference, that made dq wrong by 2 %.
 """

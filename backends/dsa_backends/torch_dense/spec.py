@@ -23,7 +23,7 @@ from dsa_dispatch._registry.hooks import hookimpl
 SCORE_ERROR: Final = 2.0**-15
 """Relative to the sum of |w q k|. A product of Di channels, summed in any order, errs by at most Di * 2**-24
 of its sum of absolute products; rounding the weight, weighting, and adding Hi heads make it
-(Di + Hi + 1) * 2**-24: true up to Di + Hi = 511 in the worst case. fp64 inputs, summed in fp64, stay far below."""
+(Di + Hi + 1) * 2**-24, which holds up to Di + Hi = 511. fp64 inputs, summed in fp64, stay far below."""
 
 
 def _dtype(call: CallSpec) -> torch.dtype:

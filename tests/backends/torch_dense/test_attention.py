@@ -30,7 +30,7 @@ def naming_counts(indices, length, keys):
 
 
 def dense_attention(q, k, v, counts):
-    """Softmax over all keys, each weighted by its count: ``q [T, H, D]``, ``k [S, Hkv, D]``, ``v [S, Hkv, Dv]``."""
+    """Softmax over all keys, weighted by their counts: ``q [T, H, D]``, ``k [S, Hkv, D]``, ``v [S, Hkv, Dv]``."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = SCALE * torch.einsum("thd,shd->ths", q, k)
@@ -250,7 +250,7 @@ def test_without_determinism_chunks_change_no_more_than_rounding(kind):
 @pytest.mark.parametrize("magnitude", [1.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_errors_stay_within_the_contract(kind, dtype, magnitude):
-    """bf16: out 4e-3, gradients 6e-3 (relative Frobenius), lse 1e-4; half of a bf16 ulp alone is about 2e-3."""
+    """bf16: out 4e-3, gradients 6e-3 (relative Frobenius), lse 1e-4; rounding to bf16 alone is about 2e-3."""
     if dtype == torch.float16 and magnitude > 1:
         magnitude = 4.0  # gradients beyond 65504 do not exist in fp16
     case = kind(keys=64, channels=72, v_channels=64, rows=30, dtype=dtype)

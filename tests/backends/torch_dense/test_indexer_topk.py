@@ -1,4 +1,4 @@
-"""``indexer_topk`` of torch_dense: what is chosen, in which bits, and that nothing outside the ranges matters."""
+"""What ``indexer_topk`` of torch_dense chooses, in which bits, and that keys out of range do not matter."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_choice_does_not_depend_on_chunk_or_batch_or_bounds_or_the_rows_besi
     w = torch.randn(2 * rows, 2, generator=generator)
     layout = RowLayout(2, rows, keys)
     starts, ends = causal_bounds(layout)
-    whole, length = choose(q, k, w, starts, ends, layout, topk, exact=exact)
+    whole, _ = choose(q, k, w, starts, ends, layout, topk, exact=exact)
     ranges = RowLayout(2, rows, keys, bounds="ranges")
     assert torch.equal(choose(q, k, w, starts, ends, ranges, topk, exact=exact)[0], whole)
     for size in (1, 33, 97):
@@ -209,7 +209,7 @@ def test_minus_zero_equals_plus_zero():
     layout = RowLayout(1, 2, 4, bounds="ranges")
     starts, ends = torch.zeros(2, dtype=torch.int32), torch.full((2,), 4, dtype=torch.int32)
     q, w = torch.tensor([[[-1.0]], [[0.0]]]), torch.tensor([[1.0], [-1.0]])
-    # Row 0 without a ReLU scores -0, -1, -0, -1; row 1 scores -0 throughout; with one, row 0 is +0 or -0 throughout.
+    # Without a ReLU row 0 scores -0, -1, -0, -1 and row 1 -0 throughout; with one, all scores are +0 or -0.
     assert id_sets(*choose(q, k, w, starts, ends, layout, 3, use_relu=False)) == [{0, 1, 2}, {0, 1, 2}]
     assert id_sets(*choose(q, k, -w, starts, ends, layout, 3)) == [{0, 1, 2}, {0, 1, 2}]
 
