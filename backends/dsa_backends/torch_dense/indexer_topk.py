@@ -67,6 +67,8 @@ def indexer_topk(
     """
     count, heads, channels = q.shape
     device = q.device
+    if exact is None and topk < rows.keys:
+        exact = not product_is_position_free(accumulation_dtype(q.dtype), channels, device)
     length = (ends - starts).clamp_(0, topk).to(torch.int32)
     workspace = buffer_plan(
         keys=rows.keys, topk=topk, heads=heads, channels=channels, dtype=q.dtype, device_type=device.type
@@ -79,8 +81,6 @@ def indexer_topk(
             slots, starts.unsqueeze(1), out=torch.empty(count, topk, dtype=torch.int32, device=device)
         )
         return indices.masked_fill_(used.logical_not_(), -1), length
-    if exact is None:
-        exact = not product_is_position_free(accumulation_dtype(q.dtype), channels, device)
     indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
     for segment in segments(rows, count):
         scores = workspace.take("scores", segment.count, rows.keys)
@@ -92,7 +92,7 @@ def indexer_topk(
             w[segment.rows],
             windows=_windows_to_score(rows, segment, starts, ends, topk),
             use_relu=use_relu,
-            exact=exact,
+            exact=bool(exact),
         )
         absent = mark_range(workspace, segment, starts, ends)
         selected = select(workspace, scores, absent, length[segment.rows], topk)

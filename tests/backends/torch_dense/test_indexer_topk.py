@@ -91,10 +91,8 @@ def integer_calls(draw):
 def test_small_integers_give_the_choice_made_by_hand(call, dtype, exact, data):
     q, k, w, starts, ends, layout, topk, use_relu = call
     weights = w.to(data.draw(st.sampled_from(FLOATS)))
-    strided = torch.stack([q.to(dtype), torch.full_like(q, 7).to(dtype)], 1)[:, 0]
-    indices, length = choose(
-        strided, k.to(dtype), weights, starts, ends, layout, topk, use_relu=use_relu, exact=exact
-    )
+    gaps = [torch.stack([x.to(dtype), torch.full_like(x, torch.nan, dtype=dtype)], 1)[:, 0] for x in (q, k)]
+    indices, length = choose(*gaps, weights, starts, ends, layout, topk, use_relu=use_relu, exact=exact)
     assert indices.dtype == length.dtype == torch.int32
     assert indices.shape == (q.shape[0], topk)
     assert indices.is_contiguous()
@@ -226,6 +224,16 @@ def test_nan_scores_leave_ids_unique_and_in_range_and_other_rows_untouched():
     assert all(0 <= j < ends[2] for j in id_sets(spoiled, spoiled_length)[2])
     others = [0, 1, 3, 4, 5]
     assert torch.equal(spoiled[others], clean[others])
+
+
+def test_a_nan_score_of_either_sign_ranks_first():
+    k = torch.tensor([[3.0], [torch.nan], [torch.inf], [-torch.nan], [9.0]])
+    layout = RowLayout(1, 1, 5, bounds="ranges")
+    starts, ends = torch.tensor([0], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    for sign in (1.0, -1.0):
+        w = torch.tensor([[sign]])
+        [ids] = id_sets(*choose(torch.ones(1, 1, 1), k, w, starts, ends, layout, 2, use_relu=False))
+        assert ids == {1, 3}
 
 
 def test_keys_outside_the_range_may_hold_nan():
