@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_backends.triton_kernels.backward_kernels import (
+    SLOT_TILE,
     key_gradient_kernel,
     query_gradient_kernel,
     query_product_kernel,
@@ -25,9 +26,6 @@ from dsa_backends.triton_kernels.launch import (
 from dsa_backends.triton_kernels.ordered_sum import ORDER_BYTES_PER_SLOT, add_in_order, slot_order
 from dsa_backends.triton_kernels.tiles import BackwardTiles, backward_tiles
 from dsa_dispatch._call import RowLayout, StageOptions
-
-_SLOT_PADDING = 64
-"""P and dS rows are padded to this many slots: the largest key tile, so that no tile passes the end of a row."""
 
 _HEADS_AT_ONCE = 128
 """Heads summed inside one product of the key kernel; more would not fit shared memory."""
@@ -72,7 +70,7 @@ def attention_backward(
 
 
 def padded_slots(width: int) -> int:
-    return -(-width // _SLOT_PADDING) * _SLOT_PADDING
+    return -(-width // SLOT_TILE) * SLOT_TILE
 
 
 def backward_row_bytes(

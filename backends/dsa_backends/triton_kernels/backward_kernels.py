@@ -20,7 +20,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsa_backends.triton_kernels.forward_kernels import valid_ids
+from dsa_backends.triton_kernels.forward_kernels import key_span, valid_ids
+
+SLOT_TILE = 64
+"""P and dS are written and read in whole tiles of so many slots; every key tile divides it."""
+_SLOT_TILE = tl.constexpr(SLOT_TILE)
 
 
 @triton.jit(
@@ -100,7 +104,8 @@ def query_gradient_kernel(
 ):
     """Grid (rows * head_blocks,). Writes ``dq [rows, heads, DV+TAIL]`` (contiguous) and ``pairs [rows, 2, heads, padded W]``.
 
-    ``pairs[:, 0]`` is dS and ``pairs[:, 1]`` is P, each padded to ``pairs_row8 * 8`` slots; every padded slot is written.
+    ``pairs[:, 0]`` is dS and ``pairs[:, 1]`` is P, each row ``pairs_row8 * 8`` slots apart; only
+    the tiles that hold a key are written, and the later kernels walk no others.
     """
     program = tl.program_id(0)
     row = (program // head_blocks).to(tl.int64)
@@ -138,26 +143,26 @@ def query_gradient_kernel(
         if TAIL > 0:
             dq_t = tl.zeros([BLOCK_H, BLOCK_TAIL], tl.float32)
 
-    next_ids, next_ok = valid_ids(idx, offs_n, end, keys)
-    # All padded slots are walked when the pairs are wanted: the second kernel reads every one of them.
-    last = end
+    spare, first, last = key_span(idx, 0, end, keys, _SLOT_TILE)
+    next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
+    walked = last
     if NEED_PAIRS:
-        last = (pairs_row8 * 8).to(tl.int32)
+        walked = first + (last - first + _SLOT_TILE - 1) // _SLOT_TILE * _SLOT_TILE
     pair_rows = pairs + (row * 2 * heads + head) * (pairs_row8 * 8)
-    for start in tl.range(0, last, BLOCK_N):
+    for start in tl.range(first, walked, BLOCK_N):
         ids = next_ids
         ok = next_ok
-        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, end, keys)
-        k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
-        k_0 = tl.load(k_rows + offs_p[None, :], mask=ok[:, None] & in_part[None, :], other=0.0)
+        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, last, keys)
+        k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
+        k_0 = tl.load(k_rows + offs_p[None, :], mask=in_part[None, :], other=0.0)
         score = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
         dp = tl.dot(g_0, tl.trans(k_0), input_precision=PRECISION)
         if PARTS == 2:
-            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :], mask=ok[:, None], other=0.0)
+            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :])
             score = tl.dot(q_1, tl.trans(k_1), score, input_precision=PRECISION)
             dp = tl.dot(g_1, tl.trans(k_1), dp, input_precision=PRECISION)
         if TAIL > 0:
-            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0)
+            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
             score = tl.dot(q_t, tl.trans(k_t), score, input_precision=PRECISION)
         p = tl.where(ok[None, :], tl.exp2(score * scale_log2 - base[:, None]), 0.0)
         # The scale goes in before the rounding to 16 bits, which keeps large activations inside fp16.
@@ -230,17 +235,18 @@ def query_product_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     if TAIL > 0:
         acc_t = tl.zeros([BLOCK_H, BLOCK_TAIL], tl.float32)
-    next_ids, next_ok = valid_ids(idx, offs_n, end, keys)
-    for start in tl.range(0, end, BLOCK_N):
+    spare, first, last = key_span(idx, 0, end, keys, _SLOT_TILE)
+    next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
+    for start in tl.range(first, last, BLOCK_N):
         ids = next_ids
         ok = next_ok
-        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, end, keys)
+        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, last, keys)
         ds = tl.load(pair_rows + (start + offs_n)[None, :], mask=has_head[:, None], other=0.0)
-        k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
-        k_c = tl.load(k_rows + offs_c[None, :], mask=ok[:, None] & in_value[None, :], other=0.0)
+        k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
+        k_c = tl.load(k_rows + offs_c[None, :], mask=in_value[None, :], other=0.0)
         acc = tl.dot(ds, k_c, acc, input_precision=PRECISION)
         if TAIL > 0:
-            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0)
+            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
             acc_t = tl.dot(ds, k_t, acc_t, input_precision=PRECISION)
     d_rows = dq + (row * heads + head) * (DV + TAIL)
     tl.store(d_rows + offs_c[None, :], acc.to(dq.dtype.element_ty), mask=has_head[:, None] & in_value[None, :])
@@ -313,11 +319,12 @@ def key_gradient_kernel(
         q_t = tl.load(q_rows + (DV + offs_t)[None, :], mask=has_head[:, None] & in_tail[None, :], other=0.0)
     pair_rows = pairs + (row * 2 * heads + head) * pair_row
     apart = heads.to(tl.int64) * pair_row
-    for start in tl.range(0, end, BLOCK_N):
+    _, first, last = key_span(idx, 0, end, keys, _SLOT_TILE)
+    for start in tl.range(first, last, BLOCK_N):
         slots = start + offs_n
-        ids, ok = valid_ids(idx, slots, end, keys)
+        ids, ok = valid_ids(idx, slots, last, keys)
         place = pair_rows + slots[None, :]
-        # The padded slots of a row were written by the first kernel, so only the heads need a mask.
+        # Whole tiles were written by the first kernel, so only the heads need a mask.
         ds = tl.load(place, mask=has_head[:, None], other=0.0)
         p = tl.load(place + apart, mask=has_head[:, None], other=0.0)
         grad = tl.dot(tl.trans(ds), q_c, input_precision=PRECISION)

@@ -4,7 +4,7 @@
 
 For a row ``t`` with queries ``Q [BLOCK_H, Dqk]`` the program walks the row's slots in tiles of ``BLOCK_N`` keys::
 
-    K  = kv[id(t, c)]                [BLOCK_N, Dqk]      gathered; zero rows where the slot holds no key
+    K  = kv[id(t, c)]                [BLOCK_N, Dqk]      gathered; where the slot holds no key, some key of the row
     S  = scale * Q K^T               [BLOCK_H, BLOCK_N]  fp32
     m' = max(m, rowmax S);  P = exp(S - m');  l' = l exp(m - m') + rowsum P
     O' = O exp(m - m') + P K[:, :Dv] [BLOCK_H, Dv]       fp32
@@ -29,6 +29,33 @@ def valid_ids(idx, slots, end, keys):
     """Ids of ``slots`` and which of them are keys. A slot at or past ``end`` is not even read."""
     ids = tl.load(idx + slots, mask=slots < end, other=-1)
     return ids, (ids >= 0) & (ids < keys)
+
+
+@triton.jit
+def key_span(idx, begin, end, keys, BLOCK_N: tl.constexpr):
+    """``(spare, first, last)``: one valid id among the slots ``begin .. end``, and the slots worth walking.
+
+    Slots without a key gather the spare row in place of their own. Their weight is 0, so any finite row serves, and this
+    one is a key of the query already: a NaN in it is in the answer anyway. Nothing is read through an invalid id, and
+    the gather needs no mask, which would cost it an instruction or two per 16 bytes. ``first`` is moved by whole tiles
+    of ``BLOCK_N`` only, so that the sums keep their grouping; a row without a key has ``first == last``.
+    """
+    offs = tl.arange(0, 512)
+    best = tl.full([512], -1, tl.int32)
+    lowest = tl.full([512], 2147483647, tl.int32)
+    highest = tl.full([512], -1, tl.int32)
+    for start in tl.range(begin, end, 512):
+        slots = start + offs
+        ids = tl.load(idx + slots, mask=slots < end, other=-1)
+        ok = (ids >= 0) & (ids < keys)
+        best = tl.maximum(best, tl.where(ok, ids, -1))
+        lowest = tl.minimum(lowest, tl.where(ok, slots, 2147483647))
+        highest = tl.maximum(highest, tl.where(ok, slots, -1))
+    spare = tl.max(best, 0)
+    first = tl.minimum(tl.min(lowest, 0), end)
+    first = begin + (first - begin) // BLOCK_N * BLOCK_N
+    last = tl.where(spare >= 0, tl.max(highest, 0) + 1, first)
+    return spare, first, last
 
 
 @triton.jit(
@@ -97,23 +124,23 @@ def forward_kernel(
     top = tl.full([BLOCK_H], _FLOOR, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
 
+    spare, begin, end = key_span(idx, begin, end, keys, BLOCK_N)
     next_ids, next_ok = valid_ids(idx, begin + offs_n, end, keys)
     for start in tl.range(begin, end, BLOCK_N):
         ids = next_ids
         ok = next_ok
         next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, end, keys)
-        # An invalid slot reads nothing: its key row is zero, so that 0 * NaN cannot enter through the value product.
-        k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
-        k_0 = tl.load(k_rows + offs_p[None, :], mask=ok[:, None] & in_part[None, :], other=0.0)
+        k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
+        k_0 = tl.load(k_rows + offs_p[None, :], mask=in_part[None, :], other=0.0)
         score = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
         if PARTS == 2:
-            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :], mask=ok[:, None], other=0.0)
+            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :])
             if CHAIN:
                 score = tl.dot(q_1, tl.trans(k_1), score, input_precision=PRECISION)
             else:
                 score += tl.dot(q_1, tl.trans(k_1), input_precision=PRECISION)
         if TAIL > 0:
-            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0)
+            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
             if CHAIN:
                 score = tl.dot(q_t, tl.trans(k_t), score, input_precision=PRECISION)
             else:

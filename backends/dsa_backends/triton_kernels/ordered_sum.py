@@ -78,9 +78,9 @@ def ordered_sum_kernel(partial, slots, begin, target, partial_row4, target_row4,
             slot_2 = tl.load(slots + at + 2, mask=at + 2 < last, other=0)
             slot_3 = tl.load(slots + at + 3, mask=at + 3 < last, other=0)
             row_0 = tl.load(rows + slot_0 * pitch, mask=mask, other=0.0)
-            row_1 = tl.load(rows + slot_1 * pitch, mask=mask & (at + 1 < last), other=0.0)
-            row_2 = tl.load(rows + slot_2 * pitch, mask=mask & (at + 2 < last), other=0.0)
-            row_3 = tl.load(rows + slot_3 * pitch, mask=mask & (at + 3 < last), other=0.0)
+            row_1 = tl.load(rows + slot_1 * pitch, mask=offs < tl.where(at + 1 < last, channels, 0), other=0.0)
+            row_2 = tl.load(rows + slot_2 * pitch, mask=offs < tl.where(at + 2 < last, channels, 0), other=0.0)
+            row_3 = tl.load(rows + slot_3 * pitch, mask=offs < tl.where(at + 3 < last, channels, 0), other=0.0)
             # where, not "+ 0": -0.0 + 0.0 is +0.0, and then the bits would depend on where a group of four ends.
             acc = acc + row_0
             acc = tl.where(at + 1 < last, acc + row_1, acc)

@@ -120,3 +120,36 @@ def split_count(
     wanted = -(-2 * processors // programs)
     most = -(-width // (2 * keys_per_tile))
     return max(1, min(wanted, most, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTile:
+    """Keys of the stationary tile, rows that stream past it, warps, pipeline stages."""
+
+    keys: int
+    rows: int
+    warps: int
+    stages: int
+    wgmma: bool = False
+
+
+_SCORE: Final[dict[Architecture, ScoreTile]] = {
+    "small": ScoreTile(64, 32, 4, 2),
+    "sm80": ScoreTile(128, 32, 4, 3),
+    "sm90": ScoreTile(128, 32, 4, 3, wgmma=True),
+    "sm100": ScoreTile(128, 32, 4, 3),
+}
+
+
+def score_tile(arch: Architecture, heads: int, itemsize: int) -> ScoreTile:
+    if itemsize == 4:
+        return ScoreTile(32, 16, 4, 1)
+    tile = _SCORE[arch]
+    if heads > 64:
+        return ScoreTile(tile.keys, tile.rows, 8, tile.stages, tile.wgmma)
+    return tile
+
+
+def select_warps(columns: int) -> int:
+    """About 64 values of a row per thread."""
+    return max(4, min(16, columns // 2048))
