@@ -153,3 +153,40 @@ def score_tile(arch: Architecture, heads: int, itemsize: int) -> ScoreTile:
 def select_warps(columns: int) -> int:
     """About 64 values of a row per thread."""
     return max(4, min(16, columns // 2048))
+
+
+_MASS: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
+    ("small", "few"): AttentionTile(16, 32, 4, 2, 2),
+    ("small", "some"): AttentionTile(16, 32, 4, 2, 2),
+    ("small", "many"): AttentionTile(16, 32, 4, 2, 2),
+    ("sm80", "few"): AttentionTile(16, 32, 4, 3, 2),
+    ("sm80", "some"): AttentionTile(32, 32, 4, 3, 2),
+    ("sm80", "many"): AttentionTile(32, 32, 4, 3, 2),
+    ("sm90", "few"): AttentionTile(16, 32, 4, 3, 2),
+    ("sm90", "some"): AttentionTile(32, 32, 4, 3, 2),
+    ("sm90", "many"): AttentionTile(64, 32, 4, 3, 2, wgmma=True),
+    ("sm100", "few"): AttentionTile(16, 32, 4, 3, 2),
+    ("sm100", "some"): AttentionTile(32, 32, 4, 3, 2),
+    ("sm100", "many"): AttentionTile(32, 32, 4, 3, 2),
+}
+
+
+def mass_tile(arch: Architecture, heads: int, itemsize: int) -> AttentionTile:
+    """Tile of ``indexer_target``."""
+    return AttentionTile(16, 16, 4, 1, 2) if itemsize == 4 else _MASS[arch, head_class(heads)]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTiles:
+    """Key tiles of the two kernels of ``indexer_loss``; all heads of a row are in one tile."""
+
+    score: ScoreTile
+    gradient: ScoreTile
+
+
+def loss_tiles(arch: Architecture, heads: int, itemsize: int) -> LossTiles:
+    if itemsize == 4:
+        return LossTiles(ScoreTile(16, 1, 4, 1), ScoreTile(16, 1, 4, 1))
+    if arch in ("small", "sm80"):
+        return LossTiles(ScoreTile(64, 1, 4, 2), ScoreTile(32, 1, 4, 2))
+    return LossTiles(ScoreTile(64, 1, 4, 3), ScoreTile(64, 1, 8 if heads > 64 else 4, 2))

@@ -49,7 +49,7 @@ def test_selection_is_exact_with_ties_to_the_lower_id_in_one_block_and_across_bl
     scores = SPECIAL[name](torch.Generator().manual_seed(0)).float()
     starts, ends = ranges(2, 1000)
     starts[1], ends[1] = 137, 911
-    for topk in (1, 100, 333):
+    for topk in (1, 333) if columns == 1024 else (100,):
         indices, length = select_from_scores(scores, starts, ends, topk, columns=columns)
         check(indices, length, best(scores, starts, ends, topk), topk)
 
@@ -121,10 +121,9 @@ def test_batch_items_see_their_own_keys_only_and_no_budget_changes_the_answer(bu
 
 
 def test_every_key_stored_twice_is_never_chosen_at_its_higher_place_alone():
-    g = torch.Generator().manual_seed(0)
-    half = torch.randn(60, 64, generator=g)
-    k = torch.cat([half, half]).half()
-    q, w = torch.randn(4, 8, 64, generator=g).half(), torch.randn(4, 8, generator=g)
+    # Integers: the interpreter's matrix product sums random numbers in another order at another place.
+    q, half, w = index_case(4, 60, 8, 64, torch.float16)
+    k = torch.cat([half, half])
     starts, ends = ranges(4, 120)
     indices, _ = indexer_topk(
         q, k, w, starts, ends, rows=RowLayout(1, 4, 120, bounds="ranges"), topk=31, use_relu=True, options=StageOptions()

@@ -1,0 +1,99 @@
+"""``indexer_target``: the attention mass of each slot, summed over heads, streamed over key tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsa_backends.triton_kernels.launch import (
+    LOG2_E,
+    aligned,
+    device_architecture,
+    on_device,
+    part_width,
+    precision,
+    row_chunks,
+    tail_width,
+)
+from dsa_backends.triton_kernels.loss_kernels import mass_kernel
+from dsa_backends.triton_kernels.slots import Slots
+from dsa_backends.triton_kernels.tiles import AttentionTile, mass_tile
+from dsa_dispatch._call import RowLayout, StageOptions
+
+
+def indexer_target(
+    query: Tensor,
+    key: Tensor,
+    *,
+    indices: Tensor | None,
+    length: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    rows: RowLayout,
+    options: StageOptions,
+) -> Tensor:
+    """See ``dsa_dispatch._contract.IndexerTarget``. Channels multiples of 16; a missing lse costs one more pass."""
+    tile = mass_tile(device_architecture(query), query.shape[1], query.element_size())
+    return launch_target(
+        query,
+        key,
+        Slots(indices, length, starts, ends, rows),
+        lse=lse,
+        scale=scale,
+        tile=tile,
+        budget=options.memory_budget,
+    )
+
+
+def launch_target(
+    query: Tensor, key: Tensor, slots: Slots, *, lse: Tensor | None, scale: float, tile: AttentionTile, budget: int
+) -> Tensor:
+    """The target with a given tile; what the benchmark and the tests vary."""
+    query, key = aligned(query), aligned(key)
+    total_rows, heads, channels = query.shape
+    mass = torch.zeros((total_rows, slots.width), dtype=torch.float32, device=query.device)
+    # The widest power of two, and what is left over: 576 = 512 + 64.
+    main = channels if channels <= 16 else 1 << (channels.bit_length() - 1)
+    tail = channels - main
+    parts = 2 if tile.parts == 2 and main >= 512 else 1
+    with on_device(query):
+        for first, last in row_chunks(total_rows, slots.row_bytes + heads * 4, budget):
+            ids, length = slots.chunk(first, last)
+            q = query[first:last]
+            part = mass[first:last]
+            if lse is None:
+                base = torch.empty((last - first, heads), dtype=torch.float32, device=query.device)
+            else:
+                base = lse[first:last].contiguous()
+            for find_lse in (True, False) if lse is None else (False,):
+                mass_kernel[(last - first,)](
+                    q,
+                    key,
+                    ids,
+                    length,
+                    base,
+                    part,
+                    scale * LOG2_E,
+                    q.stride(0) // 8,
+                    q.stride(1) // 8,
+                    key.stride(0) // 8,
+                    ids.stride(0),
+                    part.stride(0),
+                    key.shape[0],
+                    slots.width,
+                    heads,
+                    MAIN=main,
+                    TAIL=tail,
+                    BLOCK_PART=part_width(main) // parts,
+                    PARTS=parts,
+                    BLOCK_TAIL=tail_width(tail),
+                    BLOCK_H=tile.heads,
+                    BLOCK_N=tile.keys,
+                    PRECISION=precision(q),
+                    FIND_LSE=find_lse,
+                    num_warps=tile.warps,
+                    num_stages=tile.stages,
+                )
+    return mass
