@@ -200,9 +200,8 @@ def _backward(
     need_dq: bool,
     need_dkv: bool,
 ) -> tuple[Tensor, Tensor]:
-    absent = query.new_empty(0)
     if not (query.numel() and key.numel() and indices.numel()):
-        return zeros(query) if need_dq else absent, zeros(key) if need_dkv else absent
+        return zeros(query, need_dq), zeros(key, need_dkv)
     stage = plan.stage("attention_backward")
     legal = stage.legalization
     rows, batch, heads, channels = query.shape
@@ -238,11 +237,18 @@ def _backward(
             else:
                 dq = torch.empty_like(query, memory_format=torch.contiguous_format) if dq is None else dq
                 put_rows(dq, chunk, part)
-    dkey = absent if dkv is None else key_gradient(dkv[:, None, :channels], key)
-    return absent if dq is None else dq, dkey
+    dkey = not_needed(key) if dkv is None else key_gradient(dkv[:, None, :channels], key)
+    return not_needed(query) if dq is None else dq, dkey
 
 
-def zeros(tensor: Tensor) -> Tensor:
+def not_needed(tensor: Tensor) -> Tensor:
+    """What stands for the gradient of ``tensor``: a new one each time, since outputs of an op must not alias."""
+    return tensor.new_empty(0)
+
+
+def zeros(tensor: Tensor, needed: bool) -> Tensor:
+    if not needed:
+        return not_needed(tensor)
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
 
 

@@ -13,6 +13,7 @@ from dsa_dispatch._execution.attention import (
     empty_outputs,
     ids_of_chunk,
     key_gradient,
+    not_needed,
     row_layout,
     zeros,
 )
@@ -115,13 +116,8 @@ def _backward(
     scale: float,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    absent = query.new_empty(0)
     if not (query.numel() and key.numel() and indices.numel()):
-        dq, dk, dv = (
-            zeros(tensor) if wanted else absent
-            for tensor, wanted in zip((query, key, value), need, strict=True)
-        )
-        return dq, dk, dv
+        return zeros(query, need[0]), zeros(key, need[1]), zeros(value, need[2])
     stage = plan.stage("gqa_backward")
     legal = stage.legalization
     _, _, heads, channels = query.shape
@@ -132,7 +128,7 @@ def _backward(
     sum_k = torch.zeros(k.shape, dtype=wide, device=k.device) if need[1] else None
     sum_v = torch.zeros(v.shape, dtype=wide, device=v.device) if need[2] else None
     flat_lse = lse.reshape(-1, heads)
-    query_gradient = zeros(query) if need[0] else absent
+    query_gradient = zeros(query, need[0])
     for chunk in chunks(memory.rows, memory.chunk):
         ids, lengths = ids_of_chunk(indices, length, chunk, key.shape[0], legal)
         part = call_stage(
@@ -156,6 +152,6 @@ def _backward(
             put_rows(query_gradient, chunk, part[..., :channels])
     return (
         query_gradient,
-        absent if sum_k is None else key_gradient(sum_k[..., :channels], key),
-        absent if sum_v is None else key_gradient(sum_v, value),
+        not_needed(key) if sum_k is None else key_gradient(sum_k[..., :channels], key),
+        not_needed(value) if sum_v is None else key_gradient(sum_v, value),
     )

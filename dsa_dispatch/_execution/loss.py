@@ -82,12 +82,14 @@ def indexer_loss(
     need_dk: bool,
     need_dw: bool,
     block_size: int | None,
+    link: Tensor | None,
     plan: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, its factor ``coefficient / n`` and the gradients of ``sum(KL)`` in the accumulation type, unscaled.
 
     ``indices [b, sq, W]`` with ``length [b, sq]`` is the sparse loss; None is the dense one over ``[starts, ends)``.
     ``valid_rows [b, sq]`` bool or None. A zero-size tensor stands for a gradient that is not needed.
+    ``link`` is not read: autograd finds the inputs of the saved gradients through it.
     """
     return run_planned(
         plan_of(plan),
@@ -132,10 +134,11 @@ class _Loss:
         q, k, weights = self.q, self.k, self.weights
         rows, batch = q.shape[:2]
         wide = accumulation_dtype(q.dtype)
-        absent = q.new_empty(0, dtype=wide)
-        dq = q.new_zeros(q.shape, dtype=wide) if need[0] else absent
-        dw = weights.new_zeros(weights.shape, dtype=wide) if need[2] else absent
-        dk = k.new_zeros(k.shape, dtype=wide) if need[1] else absent
+        # A new tensor for each, needed or not: outputs of an op must not alias.
+        dq, dk, dw = (
+            tensor.new_zeros(tensor.shape if wanted else (0,), dtype=wide)
+            for tensor, wanted in zip((q, k, weights), need, strict=True)
+        )
         factor = self._factor(coefficient, per_token, rows * batch, wide)
         columns = self.k.shape[0] if self.indices is None else self.indices.shape[2]
         if not (q.numel() and k.numel() and self.query.numel() and columns):

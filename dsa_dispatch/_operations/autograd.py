@@ -47,15 +47,18 @@ def _gqa(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, factor, dq, dk, dw = output
     ctx.mark_non_differentiable(factor, dq, dk, dw)
-    ctx.save_for_backward(factor, dq, dk, dw)
+    # The gradients are saved in place of the inputs; the link, an input, leads a second derivative to them, and
+    # so to an error: without it a gradient penalty would be taken for a constant.
+    link = inputs[-2]
+    ctx.save_for_backward(factor, link, dq, dk, dw)
     ctx.dtypes = [tensor.dtype for tensor in inputs[:3]]
     ctx.inputs = len(inputs)
 
 
 def _loss(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
-    factor, *unscaled = ctx.saved_tensors
+    factor, link, *unscaled = ctx.saved_tensors
     gradients = [
-        library.scale_gradient(gradient, factor, upstream, dtype) if wanted else None
+        library.scale_gradient(gradient, factor, upstream, link, dtype) if wanted else None
         for gradient, dtype, wanted in zip(unscaled, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
     ]
     return *gradients, *([None] * (ctx.inputs - 3))

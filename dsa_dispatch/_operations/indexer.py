@@ -33,6 +33,11 @@ def needs(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
+def link_to(*tensors: Tensor) -> Tensor:
+    """A zero that depends on ``tensors`` for autograd and holds none of their memory."""
+    return torch.stack([tensor[:0].sum(dtype=torch.float32) for tensor in tensors]).sum()
+
+
 def request_of(
     group: Any,
     operation: str,
@@ -263,6 +268,7 @@ def select_with_loss(
         bool(use_relu),
         *need,
         block_size,
+        link_to(q, k, weights) if any(need) else None,
         plan,
     )
     return TopKWithLoss(indices, length, loss)

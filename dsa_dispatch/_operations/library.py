@@ -127,6 +127,7 @@ def _fake_loss(
     need_dk: bool,
     need_dw: bool,
     block_size: Any,
+    link: Any,
     plan: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = accumulation_dtype(q.dtype)
@@ -140,11 +141,15 @@ def _fake_loss(
     )
 
 
-def _scale_gradient(gradient: Tensor, factor: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_gradient(
+    gradient: Tensor, factor: Tensor, upstream: Tensor, link: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     return (gradient * (factor * upstream)).to(dtype)
 
 
-def _fake_scale_gradient(gradient: Tensor, factor: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+def _fake_scale_gradient(
+    gradient: Tensor, factor: Tensor, upstream: Tensor, link: Any, dtype: torch.dtype
+) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype)
 
 
@@ -184,13 +189,13 @@ _define(
 _define(
     "indexer_loss(Tensor q, Tensor k, Tensor weights, Tensor query, Tensor key, Tensor? indices, Tensor? length, "
     "Tensor? starts, Tensor? ends, Tensor? valid_rows, float scale, float coefficient, bool per_token, "
-    "bool use_relu, bool need_dq, bool need_dk, bool need_dw, int? block_size, Tensor plan) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool use_relu, bool need_dq, bool need_dk, bool need_dw, int? block_size, Tensor? link, "
+    "Tensor plan) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     loss.indexer_loss,
     _fake_loss,
 )
 _define(
-    "scale_gradient(Tensor gradient, Tensor factor, Tensor upstream, ScalarType dtype) -> Tensor",
+    "scale_gradient(Tensor gradient, Tensor factor, Tensor upstream, Tensor? link, ScalarType dtype) -> Tensor",
     _scale_gradient,
     _fake_scale_gradient,
 )
