@@ -125,6 +125,7 @@ def select_kernel(
     last,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_CARRY: tl.constexpr,
 ):
     """Grid (rows,). Best ``topk`` of one block of columns and of what earlier blocks chose (``carry``, lower ids).
@@ -182,8 +183,6 @@ def select_kernel(
     sure = tl.where(exact, low, high).to(tl.int32)
     tied = low.to(tl.int32)
     wanted = tl.where(exact, 0, topk - at_high)
-    greater = inside & (order >= sure)
-    equal = inside & (order == tied)
     chosen = tl.where(exact, at_low, topk)
     base_greater = valid * 0
     base_equal = valid * 0
@@ -201,16 +200,27 @@ def select_kernel(
             tl.store(out_order + row * out_row + place, kept, mask=take)
         base_greater = tl.sum(kept_greater.to(tl.int32), 0)
         base_equal = tl.sum(kept_equal.to(tl.int32), 0)
-    # One scan for both ranks: fewer than 4096 are greater, and a block has at most 2**15 columns.
-    packed = (greater.to(tl.int32) << 16) + equal.to(tl.int32)
-    rank = tl.cumsum(packed, 0) - packed
-    rank_equal_here = base_equal + (rank & 0xFFFF)
-    take_here = greater | (equal & (rank_equal_here < wanted))
-    place_here = base_greater + (rank >> 16) + tl.minimum(rank_equal_here, wanted)
-    tl.store(ids_row + place_here, first_key + offs, mask=take_here)
+    # The scores are read again, a part at a time: held from above, they would not leave the ranks a register.
+    offs_c = tl.arange(0, CHUNK)
+    for start in tl.range(tl.maximum(begin, 0) // CHUNK * CHUNK, end, CHUNK, num_stages=1):
+        column = start + offs_c
+        here = (column >= begin) & (column < end)
+        value = ordered(tl.load(scores + row * score_row + column, mask=here, other=0.0))
+        greater = (here & (value >= sure)).to(tl.int32)
+        equal = (here & (value == tied)).to(tl.int32)
+        # One scan for both ranks: a chunk has fewer than 2**15 columns.
+        packed = (greater << 16) + equal
+        rank = tl.cumsum(packed, 0) - packed
+        rank_equal_here = base_equal + (rank & 0xFFFF)
+        take_here = (greater != 0) | ((equal != 0) & (rank_equal_here < wanted))
+        place_here = base_greater + (rank >> 16) + tl.minimum(rank_equal_here, wanted)
+        tl.store(ids_row + place_here, first_key + column, mask=take_here)
+        if last == 0:
+            tl.store(out_order + row * out_row + place_here, value, mask=take_here)
+        base_greater += tl.sum(greater, 0)
+        base_equal += tl.sum(equal, 0)
     tl.store(ids_row + offs_k, -1, mask=(offs_k >= chosen) & (offs_k < topk))
     if last == 0:
-        tl.store(out_order + row * out_row + place_here, order, mask=take_here)
         tl.store(out_order + row * out_row + offs_k, _LOWEST, mask=(offs_k >= chosen) & (offs_k < topk))
     else:
         tl.store(length + row, chosen)

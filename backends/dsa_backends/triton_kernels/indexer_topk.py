@@ -223,6 +223,7 @@ def select_block(
         int(last),
         BLOCK=block,
         BLOCK_K=width,
+        CHUNK=min(block, 4096),
         HAS_CARRY=carry is not None,
         num_warps=select_warps(block),
         num_stages=1,
