@@ -11,10 +11,13 @@ from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._operations import library
 from dsa_dispatch._operations import validate as check
 from dsa_dispatch._operations.attention import decide_attention
-from dsa_dispatch._operations.indexer import select, select_with_loss
+from dsa_dispatch._operations.indexer import check_selection, select, select_with_loss
 from dsa_dispatch.errors import InvalidInputError
 
 OPERATION = "run_fused_dsa_attention"
+NAMES = check.IndexerNames(
+    "q_indexer", "k_indexer", "indexer_weights", "indexer_topk", "varlen_starts", "varlen_ends"
+)
 
 
 def run_fused_dsa_attention(
@@ -61,13 +64,38 @@ def run_fused_dsa_attention(
     respect
     to query, key and up_v_weight, the loss with respect to the indexer's inputs. Errors as in ``run_fused_qk_topk``.
     """
-    check.check_tensors({"query": query, "key": key, "up_v_weight": up_v_weight, "q_indexer": q_indexer})
+    # Everything is checked before anything is decided, or a bad argument would read as a missing backend.
+    check.check_tensors(
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "up_v_weight": up_v_weight,
+            NAMES.q: q_indexer,
+            "key_positions": key_positions,
+        }
+    )
+    topk = check_selection(
+        q_indexer,
+        k_indexer,
+        indexer_weights,
+        indexer_topk,
+        varlen_starts,
+        varlen_ends,
+        None,
+        packed_seq_params,
+        cp_size,
+        NAMES,
+    )
+    check.check_teacher(q_indexer, k_indexer, query, key, NAMES)
     extras = _extras(value, key_positions, attn_mask_type, absorbed_mla)
     if not extras:
         _check_up_projection(query, key, up_v_weight)
     coefficient = check.check_coefficient(loss_coeff)
+    if coefficient > 0:
+        check.check_single_rank(pg_collection)
     scale = check.check_scale(softmax_scale)
-    topk = check.check_count("indexer_topk", indexer_topk)
+    valid = check.check_valid_rows(q_indexer, query_valid_rows)
     if varlen_is_plain_causal and query.shape[0] == key.shape[0]:
         # Said by construction, so the bounds need not be compared on the device; backends get their causal form.
         varlen_starts = varlen_ends = None
@@ -88,8 +116,7 @@ def run_fused_dsa_attention(
             key,
             scale,
             coefficient,
-            pg_collection=pg_collection,
-            query_valid_rows=query_valid_rows,
+            valid=valid,
             per_token=calculate_per_token_loss,
             use_relu=use_relu,
             packed_seq_params=packed_seq_params,
@@ -132,8 +159,6 @@ def _extras(
 
 
 def _check_up_projection(query: Tensor, key: Tensor, up_v_weight: Tensor | None) -> None:
-    check.check_rank("query", query, "[sq, b, h, dqk]")
-    check.check_rank("key", key, "[sk, b, 1, dqk]")
     if up_v_weight is None:
         raise InvalidInputError(
             "up_v_weight: got None; the absorbed layout needs the value up-projection [h, vh, dv]. For the latent "

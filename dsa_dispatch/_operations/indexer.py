@@ -94,13 +94,14 @@ def run_fused_qk_topk(
     Raises ``InvalidInputError`` on bad input, ``ConfigError`` on a bad setting, ``NoBackendError`` when nobody may
     serve.
     """
+    topk = check_selection(q, k, weights, index_topk, starts, ends, block_size, packed_seq_params, cp_size)
     return select(
         "run_fused_qk_topk",
         config,
         q,
         k,
         weights,
-        index_topk,
+        topk,
         starts,
         ends,
         block_size,
@@ -110,13 +111,34 @@ def run_fused_qk_topk(
     )
 
 
+def check_selection(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    index_topk: Any,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    block_size: Any,
+    packed_seq_params: object,
+    cp_size: int,
+    names: check.IndexerNames = check.PLAIN_NAMES,
+) -> int:
+    """All that a selection asks of its arguments; returns ``index_topk``."""
+    check.check_indexer(q, k, weights, names)
+    check.check_bounds(q, starts, ends, names)
+    check.check_packing(packed_seq_params, cp_size, starts, names)
+    if block_size is not None:
+        check.check_count("block_size", block_size)
+    return check.check_count(names.topk, index_topk)
+
+
 def select(
     operation: str,
     config: object,
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    index_topk: int,
+    topk: int,
     starts: Tensor | None,
     ends: Tensor | None,
     block_size: int | None,
@@ -126,12 +148,7 @@ def select(
     cp_size: int,
     extras: str = "",
 ) -> TopK:
-    check.check_indexer(q, k, weights)
-    check.check_bounds(q, starts, ends)
-    check.check_packing(packed_seq_params, cp_size, starts)
-    topk = check.check_count("index_topk", index_topk)
-    if block_size is not None:
-        check.check_count("block_size", block_size)
+    """The selection of arguments that were checked."""
     request = request_of("topk", operation, topk, use_relu, starts, packed_seq_params, cp_size, extras=extras)
     q, k, weights = q.detach(), k.detach(), weights.detach()
     plan = library.decide([q, k, weights], request, [], explicit_text(config))
@@ -173,22 +190,24 @@ def run_fused_qk_topk_with_loss(
     ``calculate_per_token_loss``. ``query_valid_rows`` bool ``[sq]``, ``[1, sq]`` or ``[b, sq]`` leaves rows out.
     Differentiable once, with respect to ``q``, ``k`` and ``weights``. Errors as in ``run_fused_qk_topk``.
     """
+    topk = check_selection(q, k, weights, index_topk, starts, ends, block_size, packed_seq_params, cp_size)
+    check.check_teacher(q, k, query, key)
+    check.check_single_rank(pg_collection)
     return select_with_loss(
         "run_fused_qk_topk_with_loss",
         config,
         q,
         k,
         weights,
-        index_topk,
+        topk,
         starts,
         ends,
         block_size,
         query,
         key,
-        softmax_scale,
-        loss_coeff,
-        pg_collection=pg_collection,
-        query_valid_rows=query_valid_rows,
+        check.check_scale(softmax_scale),
+        check.check_coefficient(loss_coeff),
+        valid=check.check_valid_rows(q, query_valid_rows),
         per_token=calculate_per_token_loss,
         use_relu=use_relu,
         packed_seq_params=packed_seq_params,
@@ -203,17 +222,16 @@ def select_with_loss(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
-    index_topk: int,
+    topk: int,
     starts: Tensor | None,
     ends: Tensor | None,
     block_size: int | None,
     query: Tensor,
     key: Tensor,
-    softmax_scale: float,
-    loss_coeff: float,
+    scale: float,
+    coefficient: float,
     *,
-    pg_collection: Any,
-    query_valid_rows: Tensor | None,
+    valid: Tensor | None,
     per_token: bool,
     use_relu: bool,
     packed_seq_params: object,
@@ -221,18 +239,10 @@ def select_with_loss(
     sparse_loss: bool,
     extras: str = "",
 ) -> TopKWithLoss:
-    """Both decisions first, so that a missing backend is reported before anything runs."""
-    check.check_indexer(q, k, weights)
-    check.check_teacher(q, k, query, key)
-    check.check_bounds(q, starts, ends)
-    check.check_packing(packed_seq_params, cp_size, starts)
-    check.check_single_rank(pg_collection)
-    topk = check.check_count("index_topk", index_topk)
-    scale = check.check_scale(softmax_scale)
-    coefficient = check.check_coefficient(loss_coeff)
-    valid = check.check_valid_rows(q, query_valid_rows)
-    if block_size is not None:
-        check.check_count("block_size", block_size)
+    """Selection and loss of arguments that were checked; ``valid [b, sq]`` bool.
+
+    Both decisions first, so that a missing backend is reported before anything runs.
+    """
     if key.shape[2] != 1:
         extras = ",".join(filter(None, (extras, "per_head_keys")))
     policy = explicit_text(config)

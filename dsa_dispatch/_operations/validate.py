@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,21 @@ from dsa_dispatch.errors import InvalidInputError
 INT_TYPES: Final = (torch.int32, torch.int64)
 FLOAT_TYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_KEYS: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerNames:
+    """What the operation calls the indexer's arguments: a message names what the caller wrote."""
+
+    q: str = "q"
+    k: str = "k"
+    weights: str = "weights"
+    topk: str = "index_topk"
+    starts: str = "starts"
+    ends: str = "ends"
+
+
+PLAIN_NAMES: Final = IndexerNames()
 
 
 def shape(tensor: Tensor) -> str:
@@ -144,48 +160,52 @@ def check_single_rank(pg_collection: Any) -> None:
         )
 
 
-def check_indexer(q: Tensor, k: Tensor, weights: Tensor) -> None:
+def check_indexer(q: Tensor, k: Tensor, weights: Tensor, names: IndexerNames = PLAIN_NAMES) -> None:
     """``q [sq, b, hi, di]``, ``k [sk, b, di]``, ``weights [sq, b, hi]``."""
-    check_tensors({"q": q, "k": k, "weights": weights})
-    check_rank("q", q, "[sq, b, hi, di]")
-    check_rank("k", k, "[sk, b, di]")
-    check_rank("weights", weights, "[sq, b, hi]")
-    check_floating({"q": q, "k": k, "weights": weights})
-    check_same_dtype("q", q, "k", k)
+    named = {names.q: q, names.k: k, names.weights: weights}
+    check_tensors(named)
+    check_rank(names.q, q, "[sq, b, hi, di]")
+    check_rank(names.k, k, "[sk, b, di]")
+    check_rank(names.weights, weights, "[sq, b, hi]")
+    check_floating(named)
+    check_same_dtype(names.q, q, names.k, k)
     rows, batch, heads, channels = q.shape
-    check_positive("q", q, {2: "index heads", 3: "index channels"})
-    check_sizes("k", k, "[sk, b, di]", (None, batch, channels), "as in q")
-    check_sizes("weights", weights, "[sq, b, hi]", (rows, batch, heads), "as in q")
+    check_positive(names.q, q, {2: "index heads", 3: "index channels"})
+    check_sizes(names.k, k, "[sk, b, di]", (None, batch, channels), f"as in {names.q}")
+    check_sizes(names.weights, weights, "[sq, b, hi]", (rows, batch, heads), f"as in {names.q}")
     check_key_count(batch, k.shape[0])
 
 
-def check_bounds(q: Tensor, starts: Tensor | None, ends: Tensor | None) -> None:
+def check_bounds(
+    q: Tensor, starts: Tensor | None, ends: Tensor | None, names: IndexerNames = PLAIN_NAMES
+) -> None:
     if starts is None and ends is None:
         return
     if starts is None or ends is None:
-        missing, given = ("starts", "ends") if starts is None else ("ends", "starts")
+        missing, given = (names.starts, names.ends) if starts is None else (names.ends, names.starts)
         raise InvalidInputError(
             f"{given} is given and {missing} is None: give both, or neither (causal, aligned to the bottom right)"
         )
     rows, batch = q.shape[:2]
-    check_tensors({"q": q, "starts": starts, "ends": ends})
-    for name, bound in (("starts", starts), ("ends", ends)):
+    check_tensors({names.q: q, names.starts: starts, names.ends: ends})
+    for name, bound in ((names.starts, starts), (names.ends, ends)):
         check_integer(name, bound)
         if bound.dim() not in (1, 2):
-            raise InvalidInputError(f"{name}: expected shape [sq] or [b, sq], got {shape(bound)}")
+            raise InvalidInputError(f"{name}: expected [sq] or [b, sq], got shape {shape(bound)}")
         wanted = (rows,) if bound.dim() == 1 else (batch, rows)
-        check_sizes(name, bound, "[sq] or [b, sq]", wanted, "as in q")
+        check_sizes(name, bound, "[sq] or [b, sq]", wanted, f"as in {names.q}")
 
 
 def check_packing(
-    packed_seq_params: object, cp_size: int, starts: Tensor | None, what: str = "starts and ends"
+    packed_seq_params: object, cp_size: int, starts: Tensor | None, names: IndexerNames = PLAIN_NAMES
 ) -> None:
     """Only bounds say which keys a packed or context-parallel row may see; without them the call has no meaning."""
     check_count("cp_size", cp_size)
     if starts is None and (packed_seq_params is not None or cp_size > 1):
         cause = "packed_seq_params" if packed_seq_params is not None else f"cp_size={cp_size}"
         raise InvalidInputError(
-            f"{cause} needs {what}: they alone decide which keys a row may choose (int32 or int64, [sq] or [b, sq])"
+            f"{cause} needs {names.starts} and {names.ends}: they alone decide which keys a row may choose "
+            f"(int32 or int64, [sq] or [b, sq])"
         )
 
 
@@ -240,18 +260,20 @@ def check_grouped(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def check_teacher(q: Tensor, k: Tensor, query: Tensor, key: Tensor) -> None:
-    """The loss's ``query [sq, b, h, dqk]`` and ``key [sk, b, 1 or h, dqk]`` beside the indexer's q and k."""
-    check_tensors({"q": q, "query": query, "key": key})
+def check_teacher(
+    q: Tensor, k: Tensor, query: Tensor, key: Tensor, names: IndexerNames = PLAIN_NAMES
+) -> None:
+    """The attention's ``query [sq, b, h, dqk]`` and ``key [sk, b, 1 or h, dqk]`` beside the indexer's q and k."""
+    check_tensors({names.q: q, "query": query, "key": key})
     check_rank("query", query, "[sq, b, h, dqk]")
     check_rank("key", key, "[sk, b, 1, dqk]")
     check_floating({"query": query, "key": key})
     check_same_dtype("query", query, "key", key)
     check_positive("query", query, {2: "heads", 3: "channels"})
-    check_sizes("query", query, "[sq, b, h, dqk]", (q.shape[0], q.shape[1], None, None), "as in q")
-    check_sizes(
-        "key", key, "[sk, b, 1, dqk]", (k.shape[0], q.shape[1], None, query.shape[3]), "as in k and query"
-    )
+    rows, batch, keys = q.shape[0], q.shape[1], k.shape[0]
+    check_sizes("query", query, "[sq, b, h, dqk]", (rows, batch, None, None), f"as in {names.q}")
+    wanted = (keys, batch, None, query.shape[3])
+    check_sizes("key", key, "[sk, b, 1, dqk]", wanted, f"as in {names.k} and query")
     if key.shape[2] not in (1, query.shape[2]):
         raise InvalidInputError(
             f"key: expected one shared head or the {query.shape[2]} heads of query, got shape {shape(key)}"
