@@ -5,11 +5,12 @@ The dispatcher, ``explain``, the matrix, the documentation and the tests all use
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dsa_dispatch._call import CallSpec, DeviceInfo
-from dsa_dispatch._capability import Capability, Heads
+from dsa_dispatch._capability import Capability, Heads, IndexWidth
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._stages import BACKWARD_STAGES, Stage
 
@@ -85,7 +86,7 @@ def legalize(capability: Capability, stage: Stage, call: CallSpec) -> Legalizati
     shapes = shapes_of(stage, call)
     heads = (capability.heads.fit(shapes.heads) or shapes.heads) if _may_pad_heads(stage) else shapes.heads
     channels = capability.channels.fit(shapes.qk_channels, shapes.v_channels) or shapes.qk_channels
-    width = capability.width.fit(call.width)
+    width = _width_rule(capability, stage).fit(call.width)
     foreign_ids = stage in INDEXED_STAGES
     return Legalization(
         heads=(shapes.heads, heads),
@@ -100,6 +101,13 @@ def _may_pad_heads(stage: Stage) -> bool:
     # A zero head has a uniform softmax, which would enter the teacher's mass; and a group of query heads cannot grow
     # without its key head.
     return stage not in ("indexer_target", "gqa_forward", "gqa_backward")
+
+
+def _width_rule(capability: Capability, stage: Stage) -> IndexWidth:
+    """A wider selection is cut back to what was asked, which keeps the best keys only where they come first."""
+    if stage == "indexer_topk" and not capability.sorted:
+        return dataclasses.replace(capability.width, pad=False)
+    return capability.width
 
 
 def _has_width(stage: Stage, call: CallSpec) -> bool:
@@ -158,8 +166,9 @@ def _shape_declines(capability: Capability, stage: Stage, call: CallSpec) -> Ite
         got = str(shapes.qk_channels)
         got += f"/{shapes.v_channels}" if shapes.v_channels is not None else ""
         yield Decline(DeclineCode.CHANNELS, shapes.channels_name, got, str(capability.channels))
-    if _has_width(stage, call) and capability.width.fit(call.width) is None:
-        yield Decline(DeclineCode.INDEX_WIDTH, shapes.width_name, str(call.width), str(capability.width))
+    width = _width_rule(capability, stage)
+    if _has_width(stage, call) and width.fit(call.width) is None:
+        yield Decline(DeclineCode.INDEX_WIDTH, shapes.width_name, str(call.width), str(width))
     if stage in INDEXER_STAGES:
         if call.weights_dtype not in capability.weights_dtypes:
             yield Decline(
