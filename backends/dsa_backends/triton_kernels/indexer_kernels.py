@@ -126,6 +126,7 @@ def select_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    RANKED: tl.constexpr,
     HAS_CARRY: tl.constexpr,
 ):
     """Grid (rows,). Best ``topk`` of one block of columns and of what earlier blocks chose (``carry``, lower ids).
@@ -139,7 +140,8 @@ def select_kernel(
     begin = tl.load(starts + row) - first_key
     end = tl.minimum(tl.load(ends + row) - first_key, columns)
     inside = (offs >= begin) & (offs < end)
-    x = tl.load(scores + row * score_row + offs, mask=inside, other=0.0)
+    row_scores = scores + row * score_row
+    x = tl.load(row_scores + offs, mask=inside, other=0.0)
     order = tl.where(inside, ordered(x), _LOWEST)
     valid = tl.sum(inside.to(tl.int32), 0)
     top = tl.max(order, 0)
@@ -200,25 +202,30 @@ def select_kernel(
             tl.store(out_order + row * out_row + place, kept, mask=take)
         base_greater = tl.sum(kept_greater.to(tl.int32), 0)
         base_equal = tl.sum(kept_equal.to(tl.int32), 0)
-    # The scores are read again, a part at a time: held from above, they would not leave the ranks a register.
-    offs_c = tl.arange(0, CHUNK)
+    # The scores are read again, a part at a time: held from above, they would not leave the ranks a register. A part is
+    # a matrix whose rows are ranked within a warp; only the sums of its rows are scanned across warps.
+    offs_c = tl.arange(0, CHUNK // RANKED)[:, None] * RANKED + tl.arange(0, RANKED)[None, :]
     for start in tl.range(tl.maximum(begin, 0) // CHUNK * CHUNK, end, CHUNK, num_stages=1):
         column = start + offs_c
         here = (column >= begin) & (column < end)
-        value = ordered(tl.load(scores + row * score_row + column, mask=here, other=0.0))
+        value = ordered(tl.load(row_scores + column, mask=here, other=0.0))
         greater = (here & (value >= sure)).to(tl.int32)
         equal = (here & (value == tied)).to(tl.int32)
-        # One scan for both ranks: a chunk has fewer than 2**15 columns.
+        # One scan for both ranks: a part has fewer than 2**16 columns.
         packed = (greater << 16) + equal
-        rank = tl.cumsum(packed, 0) - packed
+        of_row = tl.sum(packed, 1)
+        rank = tl.cumsum(packed, 1) - packed + (tl.cumsum(of_row, 0) - of_row)[:, None]
         rank_equal_here = base_equal + (rank & 0xFFFF)
-        take_here = (greater != 0) | ((equal != 0) & (rank_equal_here < wanted))
+        # Flat again for the scattered stores: as matrices they would be transposed through shared memory first.
+        take_here = tl.reshape((greater != 0) | ((equal != 0) & (rank_equal_here < wanted)), [CHUNK])
         place_here = base_greater + (rank >> 16) + tl.minimum(rank_equal_here, wanted)
-        tl.store(ids_row + place_here, first_key + column, mask=take_here)
+        place_here = tl.reshape(place_here, [CHUNK])
+        tl.store(ids_row + place_here, first_key + start + tl.arange(0, CHUNK), mask=take_here)
         if last == 0:
-            tl.store(out_order + row * out_row + place_here, value, mask=take_here)
-        base_greater += tl.sum(greater, 0)
-        base_equal += tl.sum(equal, 0)
+            tl.store(out_order + row * out_row + place_here, tl.reshape(value, [CHUNK]), mask=take_here)
+        in_part = tl.sum(of_row, 0)
+        base_greater += in_part >> 16
+        base_equal += in_part & 0xFFFF
     tl.store(ids_row + offs_k, -1, mask=(offs_k >= chosen) & (offs_k < topk))
     if last == 0:
         tl.store(out_order + row * out_row + offs_k, _LOWEST, mask=(offs_k >= chosen) & (offs_k < topk))
