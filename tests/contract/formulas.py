@@ -119,3 +119,16 @@ def relative(got, wanted):
     """Relative Frobenius norm of the difference, over the whole tensor."""
     wanted = wanted.double()
     return float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-300))
+
+
+def check_form(indices, length, batch, rows, topk):
+    """int32, contiguous, as wide as asked; valid ids first and each once, then -1; no gradient."""
+    assert (indices.dtype, indices.shape, indices.is_contiguous()) == (torch.int32, (batch, rows, topk), True)
+    assert (length.dtype, length.shape, length.is_contiguous()) == (torch.int32, (batch, rows), True)
+    used = torch.arange(topk) < length[..., None]
+    assert (indices[used] >= 0).all()
+    assert (indices[~used] == -1).all()
+    assert not indices.requires_grad
+    for row in indices.flatten(0, 1):
+        ids = row[row >= 0].tolist()
+        assert len(ids) == len(set(ids))

@@ -22,7 +22,7 @@ def check(q, k, weights, topk, starts=None, ends=None, use_relu=True, **kwargs):
     mask = formulas.bounds_mask(starts, ends, rows, batch, k.shape[0])
     scores = formulas.index_scores(q, k, weights, use_relu)
     wanted = formulas.chosen_mask(scores, mask, topk)
-    check_form(indices, length, batch, rows, topk)
+    formulas.check_form(indices, length, batch, rows, topk)
     for item in range(batch):
         for row in range(rows):
             used = int(length[item, row])
@@ -30,18 +30,6 @@ def check(q, k, weights, topk, starts=None, ends=None, use_relu=True, **kwargs):
                 wanted[item, row].nonzero()[:, 0].tolist()
             ), (item, row)
     return indices, length
-
-
-def check_form(indices, length, batch, rows, topk):
-    assert (indices.dtype, indices.shape, indices.is_contiguous()) == (torch.int32, (batch, rows, topk), True)
-    assert (length.dtype, length.shape, length.is_contiguous()) == (torch.int32, (batch, rows), True)
-    used = torch.arange(topk) < length[..., None]
-    assert (indices[used] >= 0).all()
-    assert (indices[~used] == -1).all()
-    assert not indices.requires_grad
-    for row in indices.flatten(0, 1):
-        ids = row[row >= 0].tolist()
-        assert len(ids) == len(set(ids))
 
 
 def inputs(rows, batch, keys, heads=2, channels=3, seed=0, dtype=torch.float64):
