@@ -1,0 +1,107 @@
+"""Comparing results with exact ones, and saying what a wrong one looks like."""
+
+from __future__ import annotations
+
+import math
+import unittest
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+LIMITS: Final = {"float64": 1e-11, "float32": 1e-5, "float16": 2e-3, "bfloat16": 6e-3}
+"""Relative Frobenius error against fp64 formulas on the same rounded inputs: rounding of the type with a margin; bf16 as
+the contract promises for gradients."""
+OUT_LIMITS: Final = {**LIMITS, "bfloat16": 4e-3}
+LSE_LIMITS: Final = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-4, "bfloat16": 1e-4}
+"""Absolute."""
+ROW_FACTOR: Final = 3
+"""No single row may be worse than this many times the limit, measured by its own norm or the mean one."""
+
+Faults = Mapping[str, Callable[[], Mapping[str, Tensor]]]
+"""Names of faults to the results a backend with that fault would give."""
+
+
+class ConformanceError(AssertionError):
+    """A backend breaks the contract; the text names how."""
+
+
+class NotHere(unittest.SkipTest):
+    """What is to be checked cannot run on this machine; pytest reports it as skipped, with the reason."""
+
+
+def limit_of(what: str, dtype: str) -> float:
+    return (OUT_LIMITS if what == "out" else LIMITS)[dtype]
+
+
+def exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)
+
+
+def error_of(what: str, got: Tensor, wanted: Tensor, dtype: str) -> str:
+    """What is wrong with one result; "" when nothing is. Shapes must agree."""
+    got, wanted = exact(got), exact(wanted)
+    if got.shape != wanted.shape:
+        return f"{what}: expected shape {list(wanted.shape)}, got {list(got.shape)}"
+    if bool(got.isnan().any()):
+        rows = sorted({int(row) for row in got.isnan().nonzero()[:, 0]})
+        return f"{what}: NaN in rows {_few(rows)}, where the exact value has none"
+    if not torch.equal(got.isinf(), wanted.isinf()):
+        wrong = (got.isinf() != wanted.isinf()).nonzero()[0].tolist()
+        return f"{what}: {float(got[tuple(wrong)])} at {wrong}, exact {float(wanted[tuple(wrong)])}"
+    finite = wanted.isfinite()
+    difference, wanted = (got - wanted).masked_fill(~finite, 0.0), wanted.masked_fill(~finite, 0.0)
+    if what == "lse":
+        worst = float(difference.abs().max()) if difference.numel() else 0.0
+        allowed = LSE_LIMITS[dtype]
+        return f"lse: off by {worst:.2g}, limit {allowed:g} absolute" if worst > allowed else ""
+    allowed = limit_of(what, dtype)
+    norm = float(wanted.norm())
+    relative = float(difference.norm()) / norm if norm else float(difference.norm())
+    if not relative <= allowed:
+        return f"{what}: relative error {relative:.2g} against fp64, limit {allowed:g} for {dtype}"
+    return _row_error(what, difference, wanted, allowed)
+
+
+def _row_error(what: str, difference: Tensor, wanted: Tensor, allowed: float) -> str:
+    if wanted.dim() < 2:
+        return ""
+    size = wanted.flatten(1).norm(dim=1)
+    # A row that is almost zero by cancellation has no relative precision of its own.
+    size = size.clamp(min=float(size.norm()) / math.sqrt(max(len(size), 1)))
+    errors = difference.flatten(1).norm(dim=1) / torch.where(size > 0, size, 1.0)
+    row = int(errors.argmax())
+    if float(errors[row]) <= ROW_FACTOR * allowed:
+        return ""
+    return (
+        f"{what}: relative error {float(errors[row]):.2g} in row {row} against fp64, "
+        f"limit {ROW_FACTOR * allowed:g} for a single row"
+    )
+
+
+def compare(
+    claim: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str, faults: Faults | None = None
+) -> None:
+    """Raise ``ConformanceError`` with ``claim``, what differs, and the fault that would explain it."""
+    errors = [error_of(what, got[what], wanted[what], dtype) for what in wanted]
+    if not any(errors):
+        return
+    text = "; ".join(error for error in errors if error)
+    for fault, results in (faults or {}).items():
+        explained = results()
+        if not any(error_of(what, got[what], explained[what], dtype) for what in wanted):
+            text += f". This is the answer with {fault}"
+            break
+    raise ConformanceError(f"{claim}: {text}")
+
+
+def same(claim: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """Raise unless equal bit for bit."""
+    for what, tensor in first.items():
+        if not torch.equal(tensor, second[what]):
+            raise ConformanceError(f"{claim}: {what} differs")
+
+
+def _few(values: list[int]) -> str:
+    return ", ".join(map(str, values[:5])) + (", …" if len(values) > 5 else "")

@@ -1,0 +1,80 @@
+"""Small sizes a declared stage runs as it stands, without any padding by the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from dsa_dispatch._capability import Capability, Channels, Heads, IndexWidth
+from dsa_dispatch._dispatch.check import INDEXER_STAGES
+from dsa_dispatch._stages import Stage
+
+SEARCHED: Final = 1 << 13
+"""Counts above this are not tried: no model has more heads, and a larger width would make no small case."""
+DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one call of a stage; ``width`` is the top-k of a selection. ``rows`` and ``keys`` are per batch item."""
+
+    heads: int
+    kv_heads: int
+    qk: int
+    v: int
+    width: int
+    rows: int
+    keys: int
+    batch: int = 1
+
+
+def is_grouped(stage: Stage) -> bool:
+    return stage in ("gqa_forward", "gqa_backward")
+
+
+def head_counts(heads: Heads, step: int = 1) -> list[int]:
+    """Every count that runs, ascending, that is a multiple of ``step``."""
+    counts = sorted(heads.values) if heads.values is not None else range(max(heads.minimum, 1), SEARCHED)
+    return [count for count in counts if count % step == 0 and heads.runs(count)]
+
+
+def widths(width: IndexWidth) -> list[int]:
+    """Every width that runs, ascending."""
+    top = min(width.maximum or SEARCHED, SEARCHED)
+    step = width.multiple_of
+    counts = range(step, top + 1, step)
+    return [count for count in counts if not (width.power_of_two and count & (count - 1))]
+
+
+def channel_pairs(channels: Channels, indexer: bool) -> list[tuple[int, int]]:
+    """Pairs ``(query and key, value)`` that run, the smallest first; the value is the key's width for an indexer."""
+    if channels.pairs is not None:
+        return sorted((qk, qk if indexer or not v else v) for qk, v in channels.pairs)
+    step = channels.multiple_of
+    small = -(-32 // step) * step
+    if channels.maximum is not None:
+        small = min(small, channels.maximum // step * step)
+    return [(small, small if indexer else max(small // 2, 1))]
+
+
+def native_sizes(capability: Capability, stage: Stage) -> Sizes:
+    """The smallest sizes that leave room for holes and several rows."""
+    grouped = is_grouped(stage)
+    kv_heads = 1
+    if grouped:
+        counts = head_counts(capability.kv_heads)
+        kv_heads = 2 if 2 in counts else counts[0]
+    heads = head_counts(capability.heads, kv_heads)
+    # Three heads, where they run: a kernel that rounds heads up by itself then writes past its output.
+    count = 3 * kv_heads if 3 * kv_heads in heads else heads[0]
+    qk, v = channel_pairs(capability.channels, stage in INDEXER_STAGES)[0]
+    possible = widths(capability.width)
+    width = next((count for count in possible if count >= 8), possible[-1])
+    rows = min(6, capability.max_rows or 6)
+    keys = min(width + 5, capability.max_keys or width + 5)
+    return Sizes(count, kv_heads, qk, v, width, rows, keys)
+
+
+def preferred_dtype(capability: Capability) -> str:
+    """The declared type in which faults show most sharply."""
+    return next(name for name in ("float64", "float32", "float16", "bfloat16") if name in capability.dtypes)
