@@ -19,6 +19,7 @@ INDEXED_STAGES: frozenset[Stage] = frozenset(
     {"attention_forward", "attention_backward", "gqa_forward", "gqa_backward"}
 )
 """Stages whose ids come from the caller."""
+GROUPED_STAGES: frozenset[Stage] = frozenset({"gqa_forward", "gqa_backward"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def legalize(capability: Capability, stage: Stage, call: CallSpec) -> Legalizati
 def _may_pad_heads(stage: Stage) -> bool:
     # A zero head has a uniform softmax, which would enter the teacher's mass; and a group of query heads cannot grow
     # without its key head.
-    return stage not in ("indexer_target", "gqa_forward", "gqa_backward")
+    return stage != "indexer_target" and stage not in GROUPED_STAGES
 
 
 def _width_rule(capability: Capability, stage: Stage) -> IndexWidth:
@@ -121,7 +122,7 @@ def declines(capability: Capability, stage: Stage, call: CallSpec, device: Devic
         *_shape_declines(capability, stage, call),
         *_layout_declines(capability, stage, call),
         *_promise_declines(capability, stage, call),
-        *_limit_declines(capability, call, device),
+        *_limit_declines(capability, stage, call, device),
         *_extra_decline(capability, call),
     )
 
@@ -155,12 +156,10 @@ def _device_declines(
 
 def _shape_declines(capability: Capability, stage: Stage, call: CallSpec) -> Iterator[Decline]:
     shapes = shapes_of(stage, call)
-    may_pad = _may_pad_heads(stage)
-    fits = capability.heads.fit(shapes.heads) if may_pad else capability.heads.runs(shapes.heads)
-    if not fits:
-        hint = _tensor_parallel_hint(capability.heads, shapes.heads) if stage not in INDEXER_STAGES else ""
+    if not _heads_fit(capability.heads, stage, shapes.heads):
+        hint = "" if stage in INDEXER_STAGES else _tensor_parallel_hint(capability, stage, call)
         yield Decline(DeclineCode.HEADS, shapes.heads_name, str(shapes.heads), str(capability.heads), hint)
-    if stage in ("gqa_forward", "gqa_backward") and not capability.kv_heads.runs(call.kv_heads):
+    if stage in GROUPED_STAGES and not capability.kv_heads.runs(call.kv_heads):
         yield Decline(DeclineCode.HEADS, "key.heads", str(call.kv_heads), str(capability.kv_heads))
     if capability.channels.fit(shapes.qk_channels, shapes.v_channels) is None:
         got = str(shapes.qk_channels)
@@ -182,10 +181,19 @@ def _shape_declines(capability: Capability, stage: Stage, call: CallSpec) -> Ite
             yield Decline(DeclineCode.EXTRA_CHECK, "loss", kind, _listed(capability.losses))
 
 
-def _tensor_parallel_hint(heads: Heads, count: int) -> str:
-    for ranks in range(2, count + 1):
-        if count % ranks == 0 and heads.fit(count // ranks) is not None:
-            return f"Use tensor parallel {ranks} ({count // ranks} heads a rank) or another backend."
+def _heads_fit(heads: Heads, stage: Stage, count: int) -> bool:
+    return heads.fit(count) is not None if _may_pad_heads(stage) else heads.runs(count)
+
+
+def _tensor_parallel_hint(capability: Capability, stage: Stage, call: CallSpec) -> str:
+    """The fewest ranks that split the heads into a count this stage takes; key heads split with them."""
+    key_heads = call.kv_heads if stage in GROUPED_STAGES else 0
+    for ranks in range(2, call.heads + 1):
+        if call.heads % ranks or key_heads % ranks:
+            continue
+        keys_fit = not key_heads or capability.kv_heads.runs(key_heads // ranks)
+        if keys_fit and _heads_fit(capability.heads, stage, call.heads // ranks):
+            return f"Use tensor parallel {ranks} ({call.heads // ranks} heads a rank) or another backend."
     return "Use another backend."
 
 
@@ -243,17 +251,25 @@ def _inputs(stage: Stage) -> int:
     return 3 if stage == "gqa_backward" else 2
 
 
-def _limit_declines(capability: Capability, call: CallSpec, device: DeviceInfo) -> Iterator[Decline]:
+def largest_operand(stage: Stage, call: CallSpec) -> int:
+    """Elements of the largest tensor that the caller hands over or gets back for a stage, before any padding."""
     rows, keys = call.batch * call.rows, call.batch * call.keys
-    elements = max(
-        rows * call.heads * call.qk_channels,
-        rows * call.index_heads * call.index_channels,
-        keys * call.kv_heads * call.qk_channels,
-    )
+    per_row = [call.width] if _has_width(stage, call) else []
+    if stage in INDEXER_STAGES:
+        return max(
+            rows * max(call.index_heads * call.index_channels, *per_row, 0), keys * call.index_channels
+        )
+    per_key = call.kv_heads * max(call.qk_channels, call.v_channels if stage in GROUPED_STAGES else 0)
+    return max(rows * max(call.heads * call.qk_channels, *per_row, 0), keys * per_key)
+
+
+def _limit_declines(
+    capability: Capability, stage: Stage, call: CallSpec, device: DeviceInfo
+) -> Iterator[Decline]:
     for name, found, limit in (
-        ("rows", rows, capability.max_rows),
-        ("keys", keys, capability.max_keys),
-        ("elements", elements, capability.max_elements),
+        ("rows", call.batch * call.rows, capability.max_rows),
+        ("keys", call.batch * call.keys, capability.max_keys),
+        ("elements", largest_operand(stage, call), capability.max_elements),
     ):
         if limit is not None and found > limit:
             yield Decline(DeclineCode.LIMIT, name, str(found), f"up to {limit}")

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from dsa_dispatch._backend import BackendSpec
-from dsa_dispatch._call import CallSpec, DeviceInfo, StageOptions
+from dsa_dispatch._call import CallSpec, DeviceInfo, RowLayout, StageOptions
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._dispatch import check
 from dsa_dispatch._dispatch.decision import Candidate, Decision, StageDecision
 from dsa_dispatch._dispatch.device import default_budget, device_info
 from dsa_dispatch._dispatch.plan import Excluded, Plan, StagePlan, intern_plan
+from dsa_dispatch._dispatch.plugins import backend_order, observe
 from dsa_dispatch._policy.policy import Policy
 from dsa_dispatch._registry.availability import Availability, installation_declines, probe
 from dsa_dispatch._registry.registry import Snapshot
 from dsa_dispatch._runtime import Runtime, current
-from dsa_dispatch._stages import BACKWARD_STAGES, GROUP_STAGES, Group, Stage
+from dsa_dispatch._stages import BACKWARD_STAGES, GROUP_STAGES, STAGES, Group, Stage
 from dsa_dispatch.errors import NoBackendError
 
 LOGGER = logging.getLogger("dsa_dispatch")
@@ -32,6 +36,7 @@ def needed_stages(group: Group, call: CallSpec) -> tuple[Stage, ...]:
 
 def decide(
     runtime: Runtime,
+    snapshot: Snapshot,
     call: CallSpec,
     policy: Policy,
     device: torch.device | None,
@@ -43,57 +48,68 @@ def decide(
 
     ``excluded`` are backends that declined the very call at run time. Without a ``device`` nothing is imported.
     """
-    decided = [_decide_stage(runtime, call, policy, device, info, stage, excluded) for stage in stages]
-    return Decision(call, info, policy, tuple(decided))
+    auto, faults = backend_order(snapshot, call)
+    judge = _Judge(runtime, snapshot, call, policy, device, info, auto, excluded)
+    return Decision(call, info, policy, tuple(judge.stage(stage) for stage in stages), faults)
 
 
-def _decide_stage(
-    runtime: Runtime,
-    call: CallSpec,
-    policy: Policy,
-    device: torch.device | None,
-    info: DeviceInfo,
-    stage: Stage,
-    excluded: Excluded,
-) -> StageDecision:
-    snapshot = runtime.snapshot
-    auto = _auto_order(runtime, snapshot, stage, call)
-    named = _named(snapshot, policy, stage)
-    allowed = frozenset(named) if policy.strict(stage) else None
-    candidates: list[Candidate] = []
-    chosen = False
-    auto_choice = None
-    static = {name: static_declines(snapshot.backends[name].spec, stage, call, info) for name in auto}
-    for name in auto:
-        if not static[name]:
-            auto_choice = name
-            break
-    for name in dict.fromkeys((*named, *auto)):
-        spec = snapshot.backends[name].spec
-        reasons = (*static[name], *(why for where, who, why in excluded if (where, who) == (stage, name)))
-        if allowed is not None and name not in allowed:
-            reasons = (_excluded(policy, stage), *reasons)
-        provider = ""
-        if not reasons and not chosen and device is not None:
-            availability = probe(runtime, spec, stage, device)
-            reasons, provider = availability.declines, availability.provider
-        if reasons:
-            candidates.append(Candidate(name, "declined", reasons))
-            continue
-        capability = spec.stages[stage].capability
-        candidates.append(
-            Candidate(
-                name,
-                "not needed" if chosen else "chosen",
-                legalization=check.legalize(capability, stage, call),
-                provider=provider,
-                verified=capability.verified,
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """What every stage of one decision has in common."""
+
+    runtime: Runtime
+    snapshot: Snapshot
+    call: CallSpec
+    policy: Policy
+    device: torch.device | None
+    info: DeviceInfo
+    auto: tuple[str, ...]
+    excluded: Excluded
+
+    def stage(self, stage: Stage) -> StageDecision:
+        named = named_backends(self.snapshot, self.policy, stage)
+        static = {name: self._declared(stage, name, named) for name in self.auto}
+        auto_choice = next((name for name in self.auto if not static[name]), None)
+        candidates: list[Candidate] = []
+        chosen = False
+        for name in dict.fromkeys((*named, *self.auto)):
+            spec = self.snapshot.backends[name].spec
+            reasons = static[name] + tuple(
+                why for where, who, why in self.excluded if (where, who) == (stage, name)
             )
-        )
-        chosen = True
-    return StageDecision(
-        stage, tuple(candidates), auto_choice, _mapping_hint(candidates, policy, stage, chosen)
-    )
+            if self.policy.strict(stage) and name not in named:
+                reasons = (_excluded(self.policy, stage), *reasons)
+            provider = ""
+            if not reasons and not chosen and self.device is not None:
+                availability = probe(self.runtime, spec, stage, self.device)
+                reasons, provider = availability.declines, availability.provider
+            if reasons:
+                candidates.append(Candidate(name, "declined", reasons))
+                continue
+            capability = spec.stages[stage].capability
+            candidates.append(
+                Candidate(
+                    name,
+                    "not needed" if chosen else "chosen",
+                    legalization=check.legalize(capability, stage, self.call),
+                    provider=provider,
+                    verified=capability.verified,
+                )
+            )
+            chosen = True
+        hint = "" if chosen else _alternative(candidates, self.policy, stage)
+        return StageDecision(stage, tuple(candidates), auto_choice, hint)
+
+    def _declared(self, stage: Stage, name: str, named: Sequence[str]) -> tuple[Decline, ...]:
+        reasons = static_declines(self.snapshot.backends[name].spec, stage, self.call, self.info)
+        if name in named and self.policy.strict(stage):
+            return tuple(
+                dataclasses.replace(why, hint=_mapping(self.snapshot, self.policy, stage, named))
+                if why.code is DeclineCode.STAGE_NOT_PROVIDED
+                else why
+                for why in reasons
+            )
+        return reasons
 
 
 def static_declines(spec: BackendSpec, stage: Stage, call: CallSpec, info: DeviceInfo) -> tuple[Decline, ...]:
@@ -107,42 +123,11 @@ def static_declines(spec: BackendSpec, stage: Stage, call: CallSpec, info: Devic
     )
 
 
-def _named(snapshot: Snapshot, policy: Policy, stage: Stage) -> tuple[str, ...]:
+def named_backends(snapshot: Snapshot, policy: Policy, stage: Stage) -> tuple[str, ...]:
     """What the user named, families expanded, in order."""
     if policy.only_reference(stage):
         return (REFERENCE,) if REFERENCE in snapshot.backends else ()
     return tuple(dict.fromkeys(member for name in policy.names(stage) for member in snapshot.members(name)))
-
-
-def _auto_order(runtime: Runtime, snapshot: Snapshot, stage: Stage, call: CallSpec) -> tuple[str, ...]:
-    """Declared rank, ties by name, then whatever permutation a policy plugin makes of it."""
-    order = tuple(entry.spec.name for entry in snapshot.ranked())
-    if not snapshot.plugin_names and not snapshot.plugins.get_plugins():
-        return order
-    try:
-        proposed = snapshot.plugins.hook.dsa_dispatch_order(call=call, candidates=order)
-    except Exception:
-        # A policy plugin is somebody else's code; without it the declared order still stands.
-        _report_once(runtime, "dsa_dispatch_order", "raised", "the declared order is used")
-        return order
-    if proposed is None:
-        return order
-    if sorted(proposed) != sorted(order):
-        _report_once(
-            runtime,
-            "dsa_dispatch_order",
-            f"returned {proposed!r}, not a permutation of {order!r}",
-            "it is ignored",
-        )
-        return order
-    return tuple(proposed)
-
-
-def _report_once(runtime: Runtime, hook: str, fault: str, consequence: str) -> None:
-    if (hook, fault) not in runtime.warned:
-        with runtime.lock:
-            runtime.warned |= {(hook, fault)}
-        LOGGER.warning("plugin hook %s %s; %s", hook, fault, consequence, exc_info=fault == "raised")
 
 
 def _excluded(policy: Policy, stage: Stage) -> Decline:
@@ -153,21 +138,37 @@ def _excluded(policy: Policy, stage: Stage) -> Decline:
     )
 
 
-def _mapping_hint(candidates: Sequence[Candidate], policy: Policy, stage: Stage, chosen: bool) -> str:
-    """When the named backend lacks just this stage, the setting that would keep it for the others."""
-    if chosen or not policy.strict(stage):
+def _mapping(snapshot: Snapshot, policy: Policy, stage: Stage, named: Sequence[str]) -> str:
+    """The setting that keeps what is named for the stages it has and leaves this one free, since only the stages that
+    a mapping names are strict."""
+
+    def provided(names: Iterable[str], wanted: Stage) -> bool:
+        return any(wanted in snapshot.backends[name].spec.stages for name in names)
+
+    if provided(named, stage):
         return ""
+    kept: dict[str, str | list[str]] = {}
+    for other in STAGES:
+        names = policy.names(other)
+        if policy.only_reference(other) or provided(named_backends(snapshot, policy, other), other):
+            kept[other] = names[0] if len(names) == 1 else list(names)
+    if not kept:
+        return f"Take {stage} out of dsa_kernel_backend to leave it to the other backends."
+    return f"Write dsa_kernel_backend={kept!r} to leave this stage to the other backends."
+
+
+def _alternative(candidates: Sequence[Candidate], policy: Policy, stage: Stage) -> str:
+    """Who could serve a stage that nobody may."""
     able = [
         entry.backend
         for entry in candidates
         if [decline.code for decline in entry.declines] == [DeclineCode.DISABLED]
     ]
-    names = ",".join(policy.names(stage))
     if not able or policy.only_reference(stage):
         return ""
     return (
-        f"To allow it for this stage only, write dsa_kernel_backend={{..., {stage!r}: {able[0]!r}}} "
-        f"beside {names!r} for the others, or dsa_kernel_fallback='next'."
+        f"{', '.join(able)} could: name it for this stage (dsa_kernel_backend={{{stage!r}: {able[0]!r}, ...}}) or set "
+        f"dsa_kernel_fallback='next'."
     )
 
 
@@ -187,19 +188,35 @@ def no_backend_message(decision: Decision) -> str:
     return "\n".join(lines)
 
 
-def plan(runtime: Runtime, decision: Decision, device: torch.device, excluded: Excluded = ()) -> Plan:
+def plan(
+    runtime: Runtime,
+    snapshot: Snapshot,
+    decision: Decision,
+    device: torch.device,
+    excluded: Excluded = (),
+) -> Plan:
     """Turn a decision into a plan; raise ``NoBackendError`` where a stage is not served, and warn where the user's
     choice was."""
+    stages = _resolved(runtime, snapshot, decision, device)
+    return intern_plan(decision.call, stages, _options(decision), decision.policy, device, excluded)
+
+
+def _resolved(
+    runtime: Runtime, snapshot: Snapshot, decision: Decision, device: torch.device
+) -> dict[Stage, StagePlan]:
+    for fault in decision.faults:
+        if runtime.first_time("policy plugin", fault.partition(":")[0]):
+            LOGGER.warning("%s (said once)", fault)
+    for entry in decision.stages:
+        _count_declines(runtime, entry)
     if not decision.served:
-        for entry in decision.stages:
-            _count_declines(runtime, entry)
         raise NoBackendError(no_backend_message(decision), decision)
     stages: dict[Stage, StagePlan] = {}
     for entry in decision.stages:
         chosen = entry.chosen
         assert chosen is not None
         assert chosen.legalization is not None
-        spec = runtime.snapshot.backends[chosen.backend].spec
+        spec = snapshot.backends[chosen.backend].spec
         availability: Availability = probe(runtime, spec, entry.stage, device)
         assert availability.function is not None
         stages[entry.stage] = StagePlan(
@@ -210,26 +227,39 @@ def plan(runtime: Runtime, decision: Decision, device: torch.device, excluded: E
             spec.stages[entry.stage].capability,
             chosen.legalization,
         )
-        _count_declines(runtime, entry)
-        _warn(runtime, decision, entry)
-    policy = decision.policy
-    budget = policy.memory_budget if policy.memory_budget is not None else default_budget(decision.device)
-    options = StageOptions(deterministic=policy.deterministic, memory_budget=budget)
-    return intern_plan(decision.call, stages, options, policy, device, excluded)
+        _warn(runtime, snapshot, decision, entry)
+    return stages
 
 
-def replan(before: Plan, stage: StagePlan, declined: Decline) -> Plan:
+def _options(decision: Decision) -> StageOptions:
+    budget = decision.policy.memory_budget
+    return StageOptions(
+        deterministic=decision.policy.deterministic,
+        memory_budget=default_budget(decision.device) if budget is None else budget,
+    )
+
+
+def replan(before: Plan, stage: StagePlan, declined: Decline, rows: RowLayout | None = None) -> Plan:
     """``before`` with every stage resolved anew, without the backend that declined at run time.
 
-    Raises ``NoBackendError`` when nobody is left.
+    ``rows`` is the layout of the declined call: a plan holds no lengths, and a backend's limits ask for them.
+    Not interned: a decline may quote lengths, and interned plans stay for ever. Raises ``NoBackendError`` when nobody
+    is left.
     """
     runtime = current()
+    snapshot = runtime.snapshot
     excluded = (*before.excluded, (stage.stage, stage.backend, declined))
     device = before.device
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    call = dataclasses.replace(before.call, capturing=capturing)
+    if rows is not None:
+        call = dataclasses.replace(call, batch=rows.batch, rows=rows.rows, keys=rows.keys)
     decision = decide(
-        runtime, before.call, before.policy, device, device_info(device), tuple(before.stages), excluded
+        runtime, snapshot, call, before.policy, device, device_info(device), tuple(before.stages), excluded
     )
-    return plan(runtime, decision, device, excluded)
+    observe(runtime, snapshot, decision)
+    stages = _resolved(runtime, snapshot, decision, device)
+    return dataclasses.replace(before, stages=MappingProxyType(stages), excluded=excluded)
 
 
 def _count_declines(runtime: Runtime, entry: StageDecision) -> None:
@@ -238,7 +268,7 @@ def _count_declines(runtime: Runtime, entry: StageDecision) -> None:
             runtime.count("decline", entry.stage, candidate.backend, decline.code.value)
 
 
-def _warn(runtime: Runtime, decision: Decision, entry: StageDecision) -> None:
+def _warn(runtime: Runtime, snapshot: Snapshot, decision: Decision, entry: StageDecision) -> None:
     """Say once, per stage, named backend and codes, when what the user named did not run.
 
     Under ``auto`` the same holds for a CUDA call that lands on the reference: the fault is a run that silently went
@@ -248,28 +278,27 @@ def _warn(runtime: Runtime, decision: Decision, entry: StageDecision) -> None:
     assert chosen is not None
     names = decision.policy.names(entry.stage)
     if names and names != ("none",):
-        wanted = _named(runtime.snapshot, decision.policy, entry.stage)
+        wanted = named_backends(snapshot, decision.policy, entry.stage)
         if chosen.backend in wanted:
             return
-        subject = f"dsa_kernel_backend={','.join(names)}"
+        complaint = (
+            f"not as named by dsa_kernel_backend={','.join(names)} (dsa_kernel_fallback='error' would raise)"
+        )
     elif not names and decision.call.device == "cuda" and chosen.backend == REFERENCE:
         wanted = tuple(candidate.backend for candidate in entry.declined())
-        subject = "dsa_kernel_backend=auto"
+        complaint = "the slow reference, since under dsa_kernel_backend=auto no other backend serves it"
     else:
         return
     refused = [candidate for candidate in entry.declined() if candidate.backend in wanted]
     codes = sorted({decline.code.value for candidate in refused for decline in candidate.declines})
-    once = ("moved on", entry.stage, ",".join(names), *codes)
-    if once in runtime.warned:
+    if not runtime.first_time("moved on", entry.stage, ",".join(names), *codes):
         return
-    with runtime.lock:
-        runtime.warned |= {once}
     reasons = "; ".join(candidate.line() for candidate in refused) or "no other backend is registered"
     LOGGER.warning(
-        "%s: %s runs on %s, not as named by %s. %s. (said once; dsa_kernel_fallback='error' raises instead)",
+        "%s: %s runs on %s, %s. %s (said once)",
         decision.call.operation,
         entry.stage,
         chosen.backend,
-        subject,
+        complaint,
         reasons,
     )

@@ -61,6 +61,8 @@ class Decision:
     device: DeviceInfo
     policy: Policy
     stages: tuple[StageDecision, ...]
+    faults: tuple[str, ...] = ()
+    """Policy plugins that were passed over, and why."""
 
     @property
     def served(self) -> bool:
@@ -83,6 +85,7 @@ class Decision:
                 lines.append(f"  (auto would ask {entry.auto_choice} first)")
             if entry.hint:
                 lines.append(f"  {entry.hint}")
+        lines.extend(self.faults)
         lines.append("policy:")
         lines.extend(
             f"  {setting.name} = {setting.value} (from {setting.source})" for setting in self._settings()
@@ -135,6 +138,7 @@ class Decision:
                 }
                 for entry in self.stages
             ],
+            "faults": list(self.faults),
             "policy": [dataclasses.asdict(setting) for setting in self._settings()],
         }
 

@@ -13,10 +13,10 @@ from dsa_dispatch._dispatch.decide import decide, needed_stages
 from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.recording import recording
-from dsa_dispatch._dispatch.table import policy_of
+from dsa_dispatch._dispatch.table import INPUT_NAMES, policy_of
 from dsa_dispatch._policy.config import explicit_text
 from dsa_dispatch._runtime import current
-from dsa_dispatch._stages import OPERATION_GROUPS
+from dsa_dispatch._stages import OPERATION_GROUPS, Group
 from dsa_dispatch.errors import InvalidInputError
 
 
@@ -59,15 +59,30 @@ def explain_call(call: CallSpec, device: DeviceInfo | None = None, config: objec
             f"explain: unknown operation {call.operation!r}; known: {', '.join(OPERATION_GROUPS)}"
         )
     runtime = current()
+    snapshot = runtime.snapshot
     policy = policy_of(runtime, explicit_text(config))
     real = _real_device(call.device) if device is None else None
     if device is None:
         device = device_info(real) if real is not None else DeviceInfo(type=call.device, name=call.device)
-    stages = [stage for group in OPERATION_GROUPS[call.operation] for stage in needed_stages(group, call)]
     call = dataclasses.replace(
         call, device=device.type, deterministic=call.deterministic or policy.deterministic
     )
-    return decide(runtime, call, policy, real, device, stages)
+    decisions = []
+    for group in OPERATION_GROUPS[call.operation]:
+        asked = _call_of_group(group, call)
+        stages = needed_stages(group, asked)
+        decisions.append(decide(runtime, snapshot, asked, policy, real, device, stages))
+    return dataclasses.replace(
+        decisions[0], call=call, stages=tuple(stage for decision in decisions for stage in decision.stages)
+    )
+
+
+def _call_of_group(group: Group, call: CallSpec) -> CallSpec:
+    """The call as the operation itself would put it for one group: only gradients of the group's own inputs count."""
+    needs_grad = () if group == "topk" else call.needs_grad.intersection(INPUT_NAMES[group])
+    if group == "loss":
+        needs_grad = frozenset(needs_grad) - {"query", "key"}
+    return dataclasses.replace(call, needs_grad=frozenset(needs_grad))
 
 
 def _real_device(kind: str) -> torch.device | None:

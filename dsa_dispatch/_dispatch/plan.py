@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -49,6 +49,12 @@ class Plan:
     device: torch.device
     excluded: Excluded = ()
     """Backends that declined at run time, so that a further replan does not ask them again."""
+
+    counted: tuple[str, str] = field(init=False, compare=False, repr=False)
+    """The counter of its decisions, made once since it is on the path of every call."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counted", ("decision", self.call.operation))
 
     @property
     def query_chunk(self) -> QueryChunk:

@@ -33,7 +33,9 @@ class Stats:
 
 def stats() -> Stats:
     """The counters as they stand."""
-    counters = dict(current().counters)
+    runtime = current()
+    with runtime.counting:
+        counters = dict(runtime.counters)
 
     def triples(kind: str) -> Mapping[tuple[str, str, str], int]:
         chosen = {(key[1], key[2], key[3]): count for key, count in counters.items() if key[0] == kind}
@@ -48,5 +50,5 @@ def stats() -> Stats:
 def reset_stats() -> None:
     """Set every counter to zero. Cached decisions and warnings already given stay."""
     runtime = current()
-    with runtime.lock:
+    with runtime.counting:
         runtime.counters = {}

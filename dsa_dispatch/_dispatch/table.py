@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from dsa_dispatch._call import CallSpec
-from dsa_dispatch._dispatch.decide import LOGGER, decide, needed_stages, plan
+from dsa_dispatch._dispatch.decide import decide, needed_stages, plan
 from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.plan import Plan
+from dsa_dispatch._dispatch.plugins import observe
 from dsa_dispatch._dispatch.recording import RECORDED
 from dsa_dispatch._policy.config import parse_text
 from dsa_dispatch._policy.environment import environment_config
@@ -74,43 +75,47 @@ def parse_request(text: str) -> Request:
 def plan_for(inputs: Sequence[Tensor], request: str, needs_grad: Sequence[bool], policy: str) -> Plan:
     """The plan of a call, from the table or decided now.
 
-    ``inputs`` in the order of the group's ``_SIGNATURES`` entry; ``needs_grad`` beside them, True where a gradient is
+    ``inputs`` in the order of the group's ``INPUT_NAMES`` entry; ``needs_grad`` beside them, True where a gradient is
     needed; ``policy`` the canonical text of an explicit config.
     """
     runtime = current()
     first = inputs[0]
-    device = first.device
     snapshot = runtime.snapshot
     settings = policy_key(policy, runtime.configured)
     key = (
         request,
         settings,
-        device,
+        first.device,
         tuple(needs_grad),
         tuple([(tensor.dtype, tensor.shape[2:]) for tensor in inputs]),
-        _sizes(snapshot, inputs),
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing(),
+        _sizes(snapshot, inputs, request) if snapshot.sized else (),
+        first.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
     found = runtime.plans.get(key)
     if found is None:
         found = _miss(runtime, key, inputs, request, needs_grad, settings)
-    runtime.count("decision", found.call.operation)
+    counted = found.counted
+    with runtime.counting:
+        counters = runtime.counters
+        counters[counted] = counters.get(counted, 0) + 1
     return found
 
 
-def _sizes(snapshot: Snapshot, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """Lengths as the limits they exceed, so that variable-length training hits; exact where a capability asks."""
+def _sizes(snapshot: Snapshot, inputs: Sequence[Tensor], request: str) -> tuple[int, ...]:
+    """Lengths as the limits they exceed, so that variable-length training hits; exact where a capability asks.
+
+    Elements tensor by tensor: which of them count depends on the stage.
+    """
     rows, batch = inputs[0].shape[:2]
     keys = inputs[1].shape[0]
     if snapshot.exact_sizes:
         return (rows, batch, keys)
-    if not (snapshot.row_limits or snapshot.key_limits or snapshot.element_limits):
-        return ()
-    elements = max(tensor.numel() for tensor in inputs)
+    limits = snapshot.element_limits
     return (
         bisect_left(snapshot.row_limits, rows * batch),
         bisect_left(snapshot.key_limits, keys * batch),
-        bisect_left(snapshot.element_limits, elements),
+        *[bisect_left(limits, tensor.numel()) for tensor in inputs],
+        bisect_left(limits, rows * batch * parse_request(request).width),
     )
 
 
@@ -122,26 +127,34 @@ def _miss(
     needs_grad: Sequence[bool],
     settings: PolicyKey,
 ) -> Plan:
-    decision = decide_now(runtime, inputs, request, needs_grad, settings)
-    found = plan(runtime, decision, inputs[0].device)
-    runtime.count("miss", found.call.operation)
-    observe(runtime, decision)
+    epoch, snapshot = runtime.epoch, runtime.snapshot
+    decision = decide_now(runtime, snapshot, inputs, request, needs_grad, settings)
+    runtime.count("miss", decision.call.operation)
+    observe(runtime, snapshot, decision)
+    found = plan(runtime, snapshot, decision, inputs[0].device)
     with runtime.lock:
-        if len(runtime.plans) >= TABLE_SIZE:
-            runtime.plans = {}
-        runtime.plans = {**runtime.plans, key: found}
+        # A registry that changed meanwhile has forgotten what was decided before; this came too late for that.
+        if runtime.epoch == epoch:
+            known = {} if len(runtime.plans) >= TABLE_SIZE else runtime.plans
+            runtime.plans = {**known, key: found}
     return found
 
 
 def decide_now(
-    runtime: Runtime, inputs: Sequence[Tensor], request: str, needs_grad: Sequence[bool], settings: PolicyKey
+    runtime: Runtime,
+    snapshot: Snapshot,
+    inputs: Sequence[Tensor],
+    request: str,
+    needs_grad: Sequence[bool],
+    settings: PolicyKey,
 ) -> Decision:
     """Decide without the table: what a miss and ``explain`` share."""
     policy = checked_policy(runtime, settings)
     parsed = parse_request(request)
     call = call_of(parsed, inputs, needs_grad, policy.deterministic)
     device = inputs[0].device
-    return decide(runtime, call, policy, device, device_info(device), needed_stages(parsed.group, call))
+    stages = needed_stages(parsed.group, call)
+    return decide(runtime, snapshot, call, policy, device, device_info(device), stages)
 
 
 def checked_policy(runtime: Runtime, settings: PolicyKey) -> Policy:
@@ -163,20 +176,7 @@ def record(inputs: Sequence[Tensor], request: str, needs_grad: Sequence[bool], p
     assert recorded is not None
     runtime = current()
     settings = policy_key(policy, runtime.configured)
-    recorded.append(decide_now(runtime, inputs, request, needs_grad, settings))
-
-
-def observe(runtime: Runtime, decision: Decision) -> None:
-    """Tell every observer plugin, each guarded by itself: one that raises is reported and costs the others nothing."""
-    manager = runtime.snapshot.plugins
-    for plugin in manager.get_plugins():
-        others = [other for other in manager.get_plugins() if other is not plugin]
-        try:
-            manager.subset_hook_caller("dsa_dispatch_on_decision", others)(decision=decision)
-        except Exception:
-            LOGGER.warning(
-                "plugin %s raised in dsa_dispatch_on_decision", manager.get_name(plugin), exc_info=True
-            )
+    recorded.append(decide_now(runtime, runtime.snapshot, inputs, request, needs_grad, settings))
 
 
 def call_of(

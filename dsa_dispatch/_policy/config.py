@@ -12,6 +12,7 @@ from dsa_dispatch._policy.values import (
     nearest,
     parse_backend,
     parse_bytes,
+    parse_choice,
     parse_fallback,
     parse_flag,
     parse_profile,
@@ -56,7 +57,7 @@ class DSAConfig:
 
 _FIELDS: Final[Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], str]]]] = {
     "dsa_kernel_backend": (
-        lambda value: value if _is_choice(value) else parse_backend(value),
+        lambda value: parse_choice(value) if _is_choice(value) else parse_backend(value),
         backend_text,
     ),
     "dsa_kernel_fallback": (parse_fallback, str),
@@ -93,7 +94,7 @@ def parse_text(text: str) -> DSAConfig:
 
 
 @lru_cache(maxsize=256)
-def _foreign(backend: Any, fallback: Any) -> DSAConfig:
+def _foreign(backend: str | None, fallback: str | None) -> DSAConfig:
     return DSAConfig(dsa_kernel_backend=backend, dsa_kernel_fallback=fallback)
 
 
@@ -114,9 +115,9 @@ def explicit_text(config: object) -> str:
             f"{', '.join(FIELD_NAMES)}, or an object with a dsa_kernel_backend attribute"
         )
     backend, fallback = (getattr(config, name, None) for name in FOREIGN_FIELDS)
-    if isinstance(backend, (list, Mapping)):
-        return DSAConfig(dsa_kernel_backend=backend, dsa_kernel_fallback=fallback).text
-    return _foreign(backend, fallback).text
+    if isinstance(backend, (str, type(None))) and isinstance(fallback, (str, type(None))):
+        return _foreign(backend, fallback).text
+    return DSAConfig(dsa_kernel_backend=backend, dsa_kernel_fallback=fallback).text
 
 
 assert {entry.name for entry in fields(DSAConfig)} == {*FIELD_NAMES, "text"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import Token
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,6 +13,9 @@ from dsa_dispatch._policy.config import DSAConfig, config_from_mapping, parse_te
 from dsa_dispatch._policy.policy import CONTEXT, check_names, overlay
 from dsa_dispatch._runtime import current
 from dsa_dispatch.errors import ConfigError
+
+_OUTER: Final[ContextVar[tuple[str, ...]]] = ContextVar("dsa_dispatch_outer_policies", default=())
+"""What the open blocks of this thread or task will restore. Not kept in the object: one may be open in two threads."""
 
 
 class use_backend:  # a context manager is named like the function it reads as
@@ -41,7 +44,6 @@ class use_backend:  # a context manager is named like the function it reads as
             query_chunk=query_chunk,
             debug_checks=debug_checks,
         )
-        self._tokens: list[Token[str]] = []
 
     def __enter__(self) -> DSAConfig:
         """The settings in force inside the block."""
@@ -51,7 +53,8 @@ class use_backend:  # a context manager is named like the function it reads as
             )
         check_names(self._config, current().snapshot.names())
         merged = overlay(parse_text(CONTEXT.get()), self._config)
-        self._tokens.append(CONTEXT.set(merged.text))
+        _OUTER.set((*_OUTER.get(), CONTEXT.get()))
+        CONTEXT.set(merged.text)
         return merged
 
     def __exit__(
@@ -60,7 +63,9 @@ class use_backend:  # a context manager is named like the function it reads as
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        CONTEXT.reset(self._tokens.pop())
+        *outer, text = _OUTER.get()
+        _OUTER.set(tuple(outer))
+        CONTEXT.set(text)
 
 
 def configure(config: DSAConfig | Mapping[str, Any] | None) -> None:

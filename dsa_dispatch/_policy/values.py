@@ -81,6 +81,14 @@ def parse_backend(value: object, where: str = "dsa_kernel_backend") -> BackendCh
     )
 
 
+def parse_choice(value: tuple[tuple[object, ...], ...], where: str = "dsa_kernel_backend") -> BackendChoice:
+    """The canonical form itself, as a ``DSAConfig`` holds it; ``dataclasses.replace`` hands it back."""
+    choice = {entry[0]: entry[1] for entry in value if len(entry) == 2}
+    if list(choice) == ["*"]:
+        return (("*", parse_names(choice["*"], where)),)
+    return parse_backend(choice, where)
+
+
 def backend_text(choice: BackendChoice) -> str:
     return ";".join(
         ",".join(names) if stage == "*" else f"{stage}={','.join(names)}" for stage, names in choice

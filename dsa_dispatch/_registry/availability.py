@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -32,6 +32,8 @@ class Availability:
     function: Callable[..., Any] | None = None
     provider: str = ""
     traceback: str = ""
+    spec: BackendSpec | None = None
+    """Whose outcome it is: a name may be given to another backend."""
 
 
 def installation_declines(spec: BackendSpec, stage: Stage) -> tuple[Decline, ...]:
@@ -72,8 +74,12 @@ def _package_decline(package: Requirement) -> Decline | None:
 def _found(distribution: str, module: str) -> str | None:
     """The version of an installed package, "" when it has no metadata, None when its module cannot be found."""
     # Only top-level names: find_spec on a dotted name imports the parent.
-    if find_spec(module.partition(".")[0]) is None:
-        return None
+    try:
+        if find_spec(module.partition(".")[0]) is None:
+            return None
+    except ValueError:
+        # A loaded module without a spec, as a test or an embedding application may put there: it is there.
+        pass
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -90,11 +96,11 @@ def probe(runtime: Runtime, spec: BackendSpec, stage: Stage, device: torch.devic
     """Import the stage's function and test it on ``device``, once; the outcome is kept until ``refresh()``."""
     key = (spec.name, stage, str(device))
     known = runtime.availability.get(key)
-    if known is None:
+    if known is None or known.spec is not spec:
         with runtime.lock:
             known = runtime.availability.get(key)
-            if known is None:
-                known = _probe(spec, stage, device)
+            if known is None or known.spec is not spec:
+                known = replace(_probe(spec, stage, device), spec=spec)
                 runtime.availability = {**runtime.availability, key: known}
     return known
 

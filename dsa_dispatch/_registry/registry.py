@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 import pluggy
 
 from dsa_dispatch._backend import BackendSpec
+from dsa_dispatch._policy.values import SPECIAL
 from dsa_dispatch._registry import hooks
 from dsa_dispatch.errors import PluginError
 
@@ -46,6 +48,8 @@ class Snapshot:
     row_limits: tuple[int, ...] = ()
     key_limits: tuple[int, ...] = ()
     element_limits: tuple[int, ...] = ()
+    sized: bool = False
+    """Some capability asks for lengths."""
     exact_sizes: bool = False
     """Some capability has an ``extra_check``, so cached decisions must distinguish exact sizes."""
 
@@ -69,30 +73,35 @@ class Snapshot:
         """A digest of what decides: names, versions, ranks, capabilities, and policy plugins."""
         digest = hashlib.sha256()
         for entry in self.ranked():
-            spec = entry.spec
-            stages = sorted((stage, _stable(spec.stages[stage].capability)) for stage in spec.stages)
-            digest.update(repr((spec.name, spec.version, spec.api_version, spec.rank, stages)).encode())
-        policies = sorted(name for name in self.plugin_names if _implements_order(self.plugins, name))
-        digest.update(repr(policies).encode())
+            digest.update(repr(_stable(replace(entry.spec, doc=""))).encode())
+        orders = self.plugins.hook.dsa_dispatch_order.get_hookimpls()
+        # In their order, since the first that answers decides.
+        digest.update(repr([plugin_title(entry.plugin) for entry in orders]).encode())
         return digest.hexdigest()[:16]
 
 
-def _stable(capability: object) -> list[tuple[str, str]]:
-    """The fields of a capability in a form that is the same in every process: sets sorted, functions by name."""
-    rows = []
-    for name in sorted(capability.__dataclass_fields__):  # type: ignore[attr-defined]  # a dataclass instance
-        value = getattr(capability, name)
-        if isinstance(value, frozenset):
-            value = sorted(map(str, value))
-        elif callable(value):
-            value = f"{value.__module__}:{value.__qualname__}"
-        rows.append((name, repr(value)))
-    return rows
+def plugin_title(plugin: object) -> str:
+    """A name that is the same in every process: that of a module or a class."""
+    named = plugin if hasattr(plugin, "__name__") else type(plugin)
+    module = "" if isinstance(named, ModuleType) else f"{getattr(named, '__module__', '')}:"
+    return f"{module}{getattr(named, '__qualname__', None) or getattr(named, '__name__', '')}"
 
 
-def _implements_order(manager: pluggy.PluginManager, name: str) -> bool:
-    plugin = manager.get_plugin(name)
-    return plugin is not None and hasattr(plugin, "dsa_dispatch_order")
+def _stable(value: object) -> object:
+    """Data in a form whose text is the same in every process: sets sorted, functions by name."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(entry.name, _stable(getattr(value, entry.name))) for entry in fields(value)]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, Mapping):
+        return sorted((repr(key), repr(_stable(entry))) for key, entry in value.items())
+    if isinstance(value, tuple):
+        return [_stable(entry) for entry in value]
+    if isinstance(value, partial):
+        return ["partial", _stable(value.func), _stable(value.args), _stable(value.keywords)]
+    if callable(value):
+        return plugin_title(value)
+    return value
 
 
 def _plugin_manager() -> pluggy.PluginManager:
@@ -105,14 +114,35 @@ def with_backend(snapshot: Snapshot, spec: BackendSpec, origin: str) -> Snapshot
     """A snapshot that also holds ``spec``. Raises ``PluginError`` on a second backend of the same name."""
     if not isinstance(spec, BackendSpec):
         raise PluginError(f"register_backend: expected a BackendSpec, got {type(spec).__name__}")
-    if spec.name in snapshot.names():
-        known = snapshot.backends.get(spec.name)
-        owner = f"registered by {known.origin}" if known else "a family of other backends"
+    if spec.name in SPECIAL:
         raise PluginError(
-            f"backend {spec.name!r} of {origin} is already {owner}; choose another name or call "
+            f"backend {spec.name!r} of {origin}: {' and '.join(SPECIAL)} are policies, not names"
+        )
+    for family in spec.families:
+        if not family.isidentifier() or family in SPECIAL:
+            raise PluginError(f"backend {spec.name!r} of {origin}: {family!r} cannot name a family")
+    _require_frozen(spec, origin)
+    known = snapshot.backends.get(spec.name)
+    if known is not None:
+        raise PluginError(
+            f"backend {spec.name!r} of {origin} is already registered by {known.origin}; choose another name or call "
             f"unregister_backend({spec.name!r}) first"
         )
     return _with_backends(snapshot, {**snapshot.backends, spec.name: Registered(spec, origin)})
+
+
+def _require_frozen(spec: BackendSpec, origin: str) -> None:
+    """Capabilities are keys of plans: a list or a set in one would fail in the middle of somebody's training."""
+    for stage, provided in spec.stages.items():
+        for entry in fields(provided.capability):
+            value = getattr(provided.capability, entry.name)
+            try:
+                hash(value)
+            except TypeError:
+                raise PluginError(
+                    f"backend {spec.name!r} of {origin}, stage {stage}: capability field {entry.name} is not frozen "
+                    f"data: got {value!r}; use a tuple or a frozenset"
+                ) from None
 
 
 def without_backend(snapshot: Snapshot, name: str) -> Snapshot:
@@ -129,13 +159,18 @@ def _with_backends(snapshot: Snapshot, backends: dict[str, Registered]) -> Snaps
     def limits(values: Iterable[int | None]) -> tuple[int, ...]:
         return tuple(sorted({value for value in values if value is not None}))
 
+    rows = limits(capability.max_rows for capability in capabilities)
+    keys = limits(capability.max_keys for capability in capabilities)
+    elements = limits(capability.max_elements for capability in capabilities)
+    exact = any(capability.extra_check is not None for capability in capabilities)
     return replace(
         snapshot,
         backends=MappingProxyType(backends),
-        row_limits=limits(capability.max_rows for capability in capabilities),
-        key_limits=limits(capability.max_keys for capability in capabilities),
-        element_limits=limits(capability.max_elements for capability in capabilities),
-        exact_sizes=any(capability.extra_check is not None for capability in capabilities),
+        row_limits=rows,
+        key_limits=keys,
+        element_limits=elements,
+        sized=bool(rows or keys or elements or exact),
+        exact_sizes=exact,
     )
 
 
@@ -180,6 +215,12 @@ def _load_plugin(snapshot: Snapshot, point: EntryPoint) -> Snapshot:
         step = "register"
         manager.register(plugin, name=point.name)
         step = "dsa_dispatch_backends"
+        manager.check_pending()
+        if not manager.get_hookcallers(plugin):
+            raise PluginError(
+                f"{point.value} implements no hook of dsa_dispatch; decorate dsa_dispatch_backends() with "
+                f"dsa_dispatch.hookimpl"
+            )
         others = [other for other in manager.get_plugins() if other is not plugin]
         for result in manager.subset_hook_caller("dsa_dispatch_backends", others)():
             specs.extend(result)

@@ -1,68 +1,33 @@
 """A stage against dense formulas in fp64: tiny before it is trusted, larger for `dsa-dispatch check`.
 
 The tiny case is four rows over three keys, in the smallest shapes that the capability declares, with a shared key, an
-empty row, a hole, and a row whose lse tells its base: each has been wrong in a published kernel. Its tolerances only
-tell right from wrong.
+empty row, a hole, a valid id past its row's length, accumulators that are not empty, a tie at the cut, and a row whose
+lse tells its base: each has been wrong in a published kernel. Its tolerances only tell right from wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from dsa_dispatch._call import RowLayout, StageOptions
 from dsa_dispatch._capability import Capability
 from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch._registry.selfcase import FLOATS, SLOTS, Case, SelfTestError, make_case, row_bounds
 from dsa_dispatch._stages import Stage
 
 TOLERANCE: Final = {"float64": 1e-9, "float32": 1e-3, "float16": 2e-2, "bfloat16": 5e-2}
-SLOTS: Final = ((0, -1), (1, 1), (-1, 1), (-1, -1))
-"""Row 0 has a hole at the end, rows 1 and 2 share key 1 (row 1 twice, row 2 after a hole), row 3 is empty."""
 SCALE: Final = 0.5
-
-
-class SelfTestError(Exception):
-    """The stage ran and gave a wrong answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Operands of one tiny call."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    weights: Tensor
-    indices: Tensor
-    length: Tensor
-    starts: Tensor
-    ends: Tensor
-    rows: RowLayout
-    options: StageOptions
-    v_channels: int
-    use_relu: bool
-    sparse: bool
-    errors: dict[str, float] = field(default_factory=dict)
-    """What was compared, and its error relative to the norm of the exact value (at least 1)."""
-
-    def compare(self, what: str, got: Tensor, wanted: Tensor) -> None:
-        got = got.detach().to("cpu", torch.float64)
-        wanted = wanted.to("cpu", torch.float64)
-        if got.shape != wanted.shape:
-            raise SelfTestError(f"{what}: expected shape {list(wanted.shape)}, got {list(got.shape)}")
-        if not torch.equal(got.isinf(), wanted.isinf()) or bool(got.isnan().any()):
-            raise SelfTestError(f"{what}: infinities or NaN where there should be none, or the reverse")
-        finite = wanted.isfinite()
-        self.errors[what] = float((got - wanted)[finite].norm() / wanted[finite].norm().clamp(min=1.0))
+STALE: Final = 1.0
+"""What accumulators hold before a call, since a stage adds to what an earlier chunk left there."""
 
 
 def run(function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device) -> None:
     """Run ``function`` on the tiny case. Raises ``SelfTestError``, or whatever the function raises."""
-    preference = ("float32", "float64", "float16", "bfloat16")
+    preference = FLOATS
     if device.type != "cpu":
         preference = ("bfloat16", "float16", "float32", "float64")
     dtype = next(name for name in preference if name in capability.dtypes)
@@ -81,77 +46,9 @@ def measure(
 ) -> dict[str, float]:
     """Relative error of each result of a stage. Raises ``SelfTestError`` where a result is wrong in kind."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        case = _case(capability, stage, device, dtype, large)
+        case = make_case(capability, stage, device, dtype, large)
         _CHECKS[stage](function, case)
     return case.errors
-
-
-def _case(capability: Capability, stage: Stage, device: torch.device, dtype_name: str, large: bool) -> Case:
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    grouped = stage in ("gqa_forward", "gqa_backward")
-    if capability.heads.values is not None:
-        heads = min(capability.heads.values)
-    else:
-        heads = capability.heads.fit(capability.heads.minimum) or capability.heads.minimum
-        heads = -(-heads // capability.heads.multiple_of) * capability.heads.multiple_of
-    kv_heads = 1
-    if grouped:
-        kv_heads = (
-            min(capability.kv_heads.values) if capability.kv_heads.values else capability.kv_heads.minimum
-        )
-        heads = max(heads, kv_heads)
-    if capability.channels.pairs is not None:
-        channels, v_channels = capability.channels.pairs[0]
-    else:
-        step = capability.channels.multiple_of
-        channels, v_channels = -(-32 // step) * step, 16
-    v_channels = v_channels or channels
-    rows, keys = (48, 96) if large else (4, 3)
-    width = capability.width.multiple_of
-    while width < (24 if large else 2) or (capability.width.power_of_two and width & (width - 1)):
-        width += capability.width.multiple_of
-    generator = torch.Generator().manual_seed(2051)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-    ids, length = _ids(rows, keys, width, capability.index_form == "prefix", generator)
-    starts, ends = torch.tensor([0, 0, 1, 2]), torch.tensor([1, 3, 3, 2])
-    if large:
-        starts = torch.randint(0, keys // 2, (rows,), generator=generator)
-        ends = starts + torch.randint(0, keys // 2, (rows,), generator=generator)
-    key = draw(keys, kv_heads, channels) if grouped else draw(keys, channels)
-    return Case(
-        query=draw(rows, heads, channels),
-        key=key,
-        value=draw(keys, kv_heads, v_channels) if grouped else key[:, :v_channels],
-        weights=draw(rows, heads),
-        indices=ids.to(device),
-        length=length.to(device),
-        starts=starts.to(device, torch.int32),
-        ends=ends.to(device, torch.int32),
-        rows=RowLayout(batch=1, rows=rows, keys=keys, bounds="ranges"),
-        options=StageOptions(deterministic=False),
-        v_channels=v_channels,
-        use_relu=True in capability.relu,
-        sparse="sparse" in capability.losses,
-    )
-
-
-def _ids(rows: int, keys: int, width: int, prefix: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Ids with holes, duplicates and an empty row. A kernel that needs a prefix is handed one, as the core would."""
-    slots = [list(row) for row in SLOTS]
-    if rows > len(SLOTS):
-        drawn = torch.randint(-1, keys, (rows, min(width, keys)), generator=generator)
-        drawn[:: rows // 4] = -1
-        slots = drawn.tolist()
-    ids = torch.full((rows, width), -1, dtype=torch.int32)
-    length = torch.zeros(rows, dtype=torch.int32)
-    for row, values in enumerate(slots):
-        kept = [value for value in values if value >= 0] if prefix else values
-        ids[row, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
-        length[row] = len(kept)
-    return ids, length
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -220,8 +117,8 @@ def _backward(function: Callable[..., Any], case: Case) -> None:
     dv = torch.einsum("thw,thd->twhd", probability, dout)
     wide = accumulation_dtype(case.query.dtype)
     device = case.query.device
-    sum_k = torch.zeros(case.key.shape, dtype=wide, device=device)
-    sum_v = torch.zeros(case.value.shape, dtype=wide, device=device)
+    sum_k = torch.full(case.key.shape, STALE, dtype=wide, device=device)
+    sum_v = torch.full(case.value.shape, STALE, dtype=wide, device=device)
     accumulators = {"dk": sum_k, "dv": sum_v} if case.key.dim() == 3 else {"dkv": sum_k}
     got = function(
         *_operands(case),
@@ -238,9 +135,10 @@ def _backward(function: Callable[..., Any], case: Case) -> None:
         **_width(case),
     )
     case.compare("dq", got, dq)
-    case.compare("key gradient", sum_k, _scattered(case.key, ids, dk, None if case.key.dim() == 3 else dv))
+    value_part = None if case.key.dim() == 3 else dv
+    case.compare("key gradient", sum_k - STALE, _scattered(case.key, ids, dk, value_part))
     if case.key.dim() == 3:
-        case.compare("value gradient", sum_v, _scattered(case.value, ids, dv, None))
+        case.compare("value gradient", sum_v - STALE, _scattered(case.value, ids, dv, None))
 
 
 def _scattered(key: Tensor, ids: Tensor, gradient: Tensor, value_gradient: Tensor | None) -> Tensor:
@@ -257,35 +155,48 @@ def _scattered(key: Tensor, ids: Tensor, gradient: Tensor, value_gradient: Tenso
 
 
 def _selection(function: Callable[..., Any], case: Case) -> None:
-    """Small integers: every product and sum is exact, so the order is known, ties included."""
-    keys = case.key.shape[0]
-    values = [1 + (key > 0) if keys == 3 else key * key % 7 for key in range(keys)]
-    q = torch.zeros_like(case.query)
+    """Small integers: every product and sum is exact, so the order is known, ties included.
+
+    There are more keys than slots, so that ties stand at the cut.
+    """
+    rows, heads, channels = case.query.shape
+    width, device = case.indices.shape[1], case.query.device
+    layout = replace(case.rows, keys=max(case.rows.keys, width + 3))
+    starts, ends = row_bounds(layout, None if rows == len(SLOTS) else torch.Generator().manual_seed(2051))
+    values = [1 + (key % 3 == 2) for key in range(layout.keys)]
+    q = case.query.new_zeros(rows, heads, channels)
     q[:, :, 0] = 1
-    k = torch.zeros_like(case.key)
-    k[:, 0] = torch.tensor(values, dtype=k.dtype, device=k.device)
-    width = case.indices.shape[1]
+    k = case.key.new_zeros(layout.keys, channels)
+    k[:, 0] = torch.tensor(values, dtype=k.dtype, device=device)
     ids, length = function(
         q,
         k,
         torch.ones_like(case.weights),
-        case.starts,
-        case.ends,
-        rows=case.rows,
+        starts.to(device, torch.int32),
+        ends.to(device, torch.int32),
+        rows=layout,
         topk=width,
         use_relu=case.use_relu,
         options=case.options,
     )
-    bounds = zip(case.starts.tolist(), case.ends.tolist(), strict=True)
-    for row, (start, end) in enumerate(bounds):
+    if ids.shape != (rows, width) or ids.dtype != torch.int32 or length.shape != (rows,):
+        raise SelfTestError(
+            f"selection: expected int32 {[rows, width]} with lengths {[rows]}, got {ids.dtype} {list(ids.shape)} with "
+            f"{list(length.shape)}"
+        )
+    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         wanted = sorted(range(start, end), key=lambda key: (-values[key], key))[:width]
-        chosen, count = ids[row].tolist(), len(wanted)
-        if int(length[row]) != count or any(slot != -1 for slot in chosen[count:]):
-            raise SelfTestError(f"selection of row {row}: expected {count} ids and then -1, got {chosen}")
-        if set(chosen[:count]) != set(wanted):
-            raise SelfTestError(
-                f"selection of row {row}: expected {sorted(wanted)}, got {sorted(chosen[:count])}"
-            )
+        slots, count = ids[row].tolist(), len(wanted)
+        chosen = slots[:count]
+        if int(length[row]) != count or any(slot != -1 for slot in slots[count:]):
+            raise SelfTestError(f"selection of row {row}: expected {count} ids and then -1, got {slots}")
+        same = set(chosen) == set(wanted)
+        if not case.lower_index and not same:
+            inside = len(set(chosen)) == count and all(start <= key < end for key in chosen)
+            best = sorted(values[key] for key in wanted)
+            same = inside and sorted(values[key] for key in chosen) == best
+        if not same:
+            raise SelfTestError(f"selection of row {row}: expected {sorted(wanted)}, got {sorted(chosen)}")
     case.errors["selection"] = 0.0
 
 
@@ -320,7 +231,7 @@ def _target(function: Callable[..., Any], case: Case) -> None:
 def _loss(function: Callable[..., Any], case: Case) -> None:
     mass, valid, support = _teacher(case)
     wide = accumulation_dtype(case.query.dtype)
-    dk = torch.zeros(case.key.shape, dtype=wide, device=case.key.device)
+    dk = torch.full(case.key.shape, STALE, dtype=wide, device=case.key.device)
     terms = function(
         case.query,
         case.key,
@@ -351,7 +262,7 @@ def _loss(function: Callable[..., Any], case: Case) -> None:
     inner = slope[:, None] * _exact(case.weights)[..., None] * gate
     case.compare("q gradient", terms.dq, torch.einsum("thw,twd->thd", inner, _exact(case.key)[ids]))
     per_slot = torch.einsum("thw,thd->twhd", inner, _exact(case.query)).sum(2, keepdim=True)
-    case.compare("k gradient", dk, _scattered(case.key, ids, per_slot, None))
+    case.compare("k gradient", dk - STALE, _scattered(case.key, ids, per_slot, None))
 
 
 _CHECKS: Final[dict[Stage, Callable[[Callable[..., Any], Case], None]]] = {
