@@ -77,7 +77,7 @@ def _contexts(saved: frozenset[Any]) -> Contexts:
     if _tracing():
         # The tracer marks nodes of its graph through torch's own modes; the partitioner saves what they mark.
         seen: set[Any] = set()
-        forward, replay = create_selective_checkpoint_contexts(functools.partial(_policy, saved, seen))
+        forward, replay = create_selective_checkpoint_contexts(functools.partial(_policy, saved, seen))  # type: ignore[no-untyped-call]
         return _CheckedTrace(forward, seen), replay
     return _eager_contexts(saved)
 
@@ -103,11 +103,11 @@ def _check_matched(matched: bool) -> None:
         )
 
 
-class _CheckedTrace(TorchDispatchMode):
+class _CheckedTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Torch's caching mode with a check at the end. A mode only because ``checkpoint`` asks for one; never pushed."""
 
     def __init__(self, mode: Any, seen: set[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._seen = seen
 
@@ -135,13 +135,13 @@ def _eager_contexts(saved: frozenset[Any]) -> tuple[_Keep, _Replay]:
     return _Keep(saved, kept), _Replay(saved, kept)
 
 
-class _Eager(TorchDispatchMode):
+class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What the two modes of an eager region share: the saved results of every saved op, in the order of its calls."""
 
     supports_higher_order_operators = True
 
     def __init__(self, saved: frozenset[Any], kept: dict[Any, list[Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._saved = saved
         self._kept = kept
 
@@ -151,7 +151,7 @@ class _Eager(TorchDispatchMode):
         return True
 
 
-class _Keep(_Eager):
+class _Keep(_Eager):  # type: ignore[no-untyped-call]
     """First pass. Not torch's caching mode, whose results no saved-tensor hook, and so no offload, can reach."""
 
     _matched = False
@@ -166,18 +166,18 @@ class _Keep(_Eager):
         return out
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if kind is None:
             _check_matched(self._matched)
 
 
-class _Replay(_Eager):
+class _Replay(_Eager):  # type: ignore[no-untyped-call]
     """Recomputation: a saved op returns what it returned at its call of the same number."""
 
     def __enter__(self) -> Any:
         # Counted anew at every entry: with retain_graph a region is recomputed more than once.
         self._calls: dict[Any, int] = defaultdict(int)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._saved:

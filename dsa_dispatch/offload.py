@@ -77,7 +77,7 @@ class OffloadWindow:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._min_bytes:
             return tensor
-        key = (StorageWeakRef(storage), tensor._version)
+        key = (StorageWeakRef(storage), tensor._version)  # type: ignore[no-untyped-call]
         copy = self._copies.get(key)
         if copy is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -85,7 +85,7 @@ class OffloadWindow:
             self.storages += 1
             self.bytes += storage.nbytes()
         copy.readers += 1
-        return _Packed(copy, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Packed(copy, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def unpack(packed: Any) -> Tensor:
