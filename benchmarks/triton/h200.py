@@ -20,7 +20,19 @@ from triton.testing import do_bench
 
 from dsa_backends.triton_kernels.attention_backward import launch_backward
 from dsa_backends.triton_kernels.attention_forward import launch_forward
-from dsa_backends.triton_kernels.tiles import AttentionTile, BackwardTiles
+from dsa_backends.triton_kernels.indexer_loss import launch_loss
+from dsa_backends.triton_kernels.indexer_target import launch_target
+from dsa_backends.triton_kernels.indexer_topk import indexer_topk, select_from_scores
+from dsa_backends.triton_kernels.slots import Slots
+from dsa_backends.triton_kernels.tiles import (
+    AttentionTile,
+    BackwardTiles,
+    LossTiles,
+    ScoreTile,
+    loss_tiles,
+    mass_tile,
+)
+from dsa_dispatch._call import RowLayout, StageOptions
 
 SCALE = 576**-0.5
 KEYS, WIDTH = 8192, 2048
@@ -57,44 +69,32 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
+MANY = AttentionTile(64, 64, 8, 2, 1, True, True)
+FEW = AttentionTile(16, 64, 4, 2, 1, True, True)
 FORWARD: dict[int, list[tuple[AttentionTile, int]]] = {
-    128: [(AttentionTile(64, 32, 8, 3, 2), 1)],
-    64: [
-        (AttentionTile(64, 32, 8, 3, 2), 1),
-        (AttentionTile(64, 32, 8, 3, 1), 1),
-        (AttentionTile(64, 32, 8, 4, 2), 1),
-        (AttentionTile(64, 64, 8, 2, 2), 1),
-    ],
-    16: [
-        (AttentionTile(16, 64, 4, 3, 2), 1),
-        (AttentionTile(16, 32, 4, 2, 2), 1),
-        (AttentionTile(16, 32, 4, 3, 2), 1),
-        (AttentionTile(16, 32, 4, 4, 2), 1),
-        (AttentionTile(16, 32, 4, 3, 1), 1),
-        (AttentionTile(16, 64, 8, 3, 2), 1),
-        (AttentionTile(16, 32, 2, 3, 2), 1),
-        (AttentionTile(16, 32, 8, 3, 2), 1),
-    ],
-    8: [(AttentionTile(16, 64, 4, 3, 2), 1), (AttentionTile(16, 32, 4, 3, 2), 1)],
+    128: [(MANY, 1)],
+    64: [(AttentionTile(64, 64, 8, 2, 2), 1), (MANY, 1)],
+    16: [(AttentionTile(16, 32, 4, 3, 2), 1), (AttentionTile(16, 32, 4, 2, 2), 1), (FEW, 1), (FEW, 3)],
+    8: [(FEW, 1)],
 }
-_KEY = AttentionTile(128, 64, 8, 2, 128)
+_PAIRS = AttentionTile(64, 64, 4, 2, 2, True, True)
+_PAIRS8 = AttentionTile(64, 64, 8, 2, 2, True, True)
 _QUERY = AttentionTile(128, 64, 8, 3, 256)
 BACKWARD: dict[int, list[BackwardTiles]] = {
     128: [
-        BackwardTiles(AttentionTile(64, 32, 4, 2, 2), _KEY, _QUERY),
-        BackwardTiles(AttentionTile(64, 32, 4, 2, 1), _KEY, AttentionTile(64, 64, 4, 3, 256)),
+        BackwardTiles(_PAIRS, AttentionTile(128, 64, 4, 1, 128), _QUERY),
+        BackwardTiles(_PAIRS8, AttentionTile(128, 64, 4, 1, 128), AttentionTile(128, 64, 8, 4, 256)),
     ],
     64: [
-        BackwardTiles(AttentionTile(64, 32, 4, 2, 2), AttentionTile(64, 64, 4, 3, 128), _QUERY),
-        BackwardTiles(AttentionTile(64, 16, 4, 3, 2), AttentionTile(64, 64, 8, 3, 256), AttentionTile(64, 64, 8, 3, 256)),
-        BackwardTiles(AttentionTile(32, 32, 8, 3, 2), AttentionTile(64, 64, 8, 3, 128)),
+        BackwardTiles(_PAIRS, AttentionTile(64, 64, 4, 1, 128), _QUERY),
+        BackwardTiles(_PAIRS8, AttentionTile(64, 64, 4, 1, 256), AttentionTile(64, 64, 4, 3, 256)),
     ],
     16: [
-        BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 3, 128)),
-        BackwardTiles(AttentionTile(16, 32, 4, 4, 2), AttentionTile(16, 64, 4, 3, 256)),
-        BackwardTiles(AttentionTile(16, 32, 8, 3, 2), AttentionTile(16, 64, 8, 3, 256)),
+        BackwardTiles(AttentionTile(16, 32, 4, 3, 1), AttentionTile(16, 64, 4, 3, 128)),
+        BackwardTiles(AttentionTile(16, 32, 4, 2, 1), AttentionTile(16, 64, 4, 1, 128)),
+        BackwardTiles(AttentionTile(16, 32, 2, 3, 1), AttentionTile(16, 64, 2, 2, 64)),
     ],
-    8: [BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 3, 128))],
+    8: [BackwardTiles(AttentionTile(16, 32, 4, 3, 1), AttentionTile(16, 64, 4, 3, 128))],
 }
 
 
@@ -173,6 +173,142 @@ def time_attention(rows: int = 4096) -> None:
                 note(time="backward", heads=heads, tiles=str(tiles), deterministic=deterministic, ms=ms, tflops=flops / ms, kernels=kernel_times(call))
 
 
+def index_inputs(rows: int, keys: int, heads: int = 64) -> dict[str, torch.Tensor]:
+    make = torch.Generator("cuda").manual_seed(rows)
+    return {
+        "q": torch.randn(rows, heads, 128, generator=make, device="cuda").bfloat16(),
+        "k": torch.randn(keys, 128, generator=make, device="cuda").bfloat16(),
+        "w": torch.randn(rows, heads, generator=make, device="cuda") * heads**-0.5 * 128**-0.5,
+    }
+
+
+def causal(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ends = torch.arange(keys - rows + 1, keys + 1, device="cuda", dtype=torch.int32)
+    return torch.zeros_like(ends), ends
+
+
+def check_selection(name: str, scores: torch.Tensor, topk: int) -> None:
+    rows, keys = scores.shape
+    starts = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    ends = torch.full_like(starts, keys)
+    ids, length = select_from_scores(scores, starts, ends, topk)
+    want = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :topk].sort(1).values
+    note(check="select", case=name, equal=bool((ids == want).all()), full=bool((length == topk).all()))
+
+
+def check_indexer(select: Callable[[], bool]) -> None:
+    make = torch.Generator("cuda").manual_seed(0)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=make, device="cuda")
+
+    cases = {
+        "33 x 16385 in [1, 1.245)": (1 + (uniform(33, 16385) * 2055000).floor() * 2.0**-23, 2048),
+        "all equal": (torch.ones(5, 40000, device="cuda"), 2048),
+        "8192 zeros and few positives": (torch.where(uniform(5, 8192) < 0.01, 1.0, 0.0), 2048),
+        "2048 of 262209": (torch.randn(8, 262209, generator=make, device="cuda"), 2048),
+        "4096 of 70000 integers": ((uniform(8, 70000) * 50).floor(), 4096),
+        "odd width": (torch.randn(8, 1001, generator=make, device="cuda"), 17),
+    }
+    for name, (scores, topk) in cases.items():
+        if select():
+            check_selection(name, scores, topk)
+    for heads, keys in ((64, 40000), (1, 3000), (128, 5000)):
+        if not select():
+            continue
+        data = index_inputs(64, keys, heads)
+        starts, ends = causal(64, keys)
+        ids, length = indexer_topk(**data, starts=starts, ends=ends, rows=RowLayout(1, 64, keys), topk=2048, use_relu=True, options=StageOptions(memory_budget=1 << 26))
+        exact = torch.einsum("th,thj->tj", data["w"].double(), torch.einsum("thd,jd->thj", data["q"].double(), data["k"].double()).relu())
+        columns = torch.arange(keys, device="cuda")
+        exact = exact.masked_fill(columns >= ends[:, None], -torch.inf)
+        chosen = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, ids.long(), True)
+        lowest = exact.masked_fill(~chosen, torch.inf).amin(1)
+        highest = exact.masked_fill(chosen, -torch.inf).amax(1)
+        unique = bool((chosen.sum(1) == 2048).all())
+        note(check="topk", heads=heads, keys=keys, unique=unique, worst_inversion=float((highest - lowest).max()), spread=float(exact[exact > -1e30].std()))
+    for heads, index_heads in ((128, 64), (16, 16)):
+        if not select():
+            continue
+        data = attention_inputs(24, heads)
+        data["indices"][3] = -1
+        data["indices"][5, ::3] = -1
+        data["length"][7] = 1000
+        q64, kv64 = data["q"].double(), data["kv"].double()
+        valid = (data["indices"] >= 0) & (torch.arange(WIDTH, device="cuda") < data["length"][:, None])
+        picked = torch.where(valid, data["indices"], 0).long()
+        scores = (SCALE * q64 @ kv64[picked].transpose(1, 2)).masked_fill(~valid[:, None], -torch.inf)
+        want = torch.softmax(scores, -1).nan_to_num().sum(1)
+        bounds = torch.zeros(24, dtype=torch.int32, device="cuda")
+        slots = Slots(data["indices"], data["length"], bounds, bounds, RowLayout(1, 24, KEYS))
+        for lse in (None, torch.logsumexp(scores, -1).float()):
+            mass = launch_target(data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=mass_tile("sm90", heads, 2), budget=1 << 28)
+            note(check="target", heads=heads, lse=lse is not None, mass=error(mass, want))
+        index = index_inputs(24, KEYS, index_heads)
+        leaves = [index[name].double().requires_grad_() for name in ("q", "k", "w")]
+        s = torch.einsum("thd,tjd->thj", leaves[0], leaves[1][picked]).relu()
+        logits = torch.einsum("th,thj->tj", leaves[2], s).masked_fill(~valid, -torch.inf)
+        goal = mass.double() / mass.double().sum(1, keepdim=True).clamp_min(1e-10)
+        term = goal * (goal.clamp_min(1e-10).log() - torch.log_softmax(logits, 1))
+        kl = torch.where(valid & (mass.double().sum(1, keepdim=True) > 0), term, 0.0).sum(1)
+        exact = torch.autograd.grad(kl.sum(), leaves)
+        for deterministic in (False, True):
+            dk = torch.zeros(KEYS, 128, device="cuda")
+            got = launch_loss(**index, slots=slots, mass=mass, use_relu=True, need_dq=True, need_dw=True, dk=dk, tiles=loss_tiles("sm90", index_heads, 2), options=StageOptions(deterministic=deterministic, memory_budget=1 << 26))
+            note(check="loss", heads=index_heads, deterministic=deterministic, kl=error(got.kl, kl.detach()), dq=error(got.dq, exact[0]), dk=error(dk, exact[1]), dw=error(got.dw, exact[2]))
+
+
+def time_indexer() -> None:
+    for rows, keys, budget in ((4096, 8192, 1 << 26), (4096, 32768, 1 << 26)):
+        data = index_inputs(rows, keys)
+        starts, ends = causal(rows, keys)
+        call = lambda: indexer_topk(**data, starts=starts, ends=ends, rows=RowLayout(1, rows, keys), topk=2048, use_relu=True, options=StageOptions(memory_budget=budget))  # noqa: B023, E731
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        scratch = torch.cuda.max_memory_allocated() - before - rows * 2049 * 4
+        ms = do_bench(call, warmup=20, rep=200, return_mode="median")
+        note(time="topk", rows=rows, keys=keys, ms=ms, scratch_mib=scratch / 2**20, kernels=kernel_times(call))
+    data = attention_inputs(4096, 128)
+    bounds = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    slots = Slots(data["indices"], data["length"], bounds, bounds, RowLayout(1, 4096, KEYS))
+    _, lse = launch_forward(**data, scale=SCALE, v_channels=512, tile=FORWARD[64][-1][0], splits=1)
+    for tile in MASS:
+        try:
+            call = lambda: launch_target(data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=tile, budget=1 << 30)  # noqa: B023, E731
+            mass = call()
+            note(time="target", heads=128, tile=str(tile), ms=do_bench(call, warmup=20, rep=100, return_mode="median"))
+        except Exception as problem:
+            note(time="target", tile=str(tile), problem=str(problem)[:100])
+    index = index_inputs(4096, KEYS)
+    for tiles in LOSS:
+        for deterministic in (False, True):
+            dk = torch.zeros(KEYS, 128, device="cuda")
+            call = lambda: launch_loss(**index, slots=slots, mass=mass, use_relu=True, need_dq=True, need_dw=True, dk=dk, tiles=tiles, options=StageOptions(deterministic=deterministic))  # noqa: B023, E731
+            call()
+            ms = do_bench(call, warmup=20, rep=100, return_mode="median")
+            note(time="loss", index_heads=64, tiles=str(tiles), deterministic=deterministic, ms=ms, kernels=kernel_times(call))
+
+
+def time_long_indexer(size: int = 131072) -> None:
+    data = index_inputs(size, size)
+    starts, ends = causal(size, size)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call = lambda: indexer_topk(**data, starts=starts, ends=ends, rows=RowLayout(1, size, size), topk=2048, use_relu=True, options=StageOptions(memory_budget=1 << 30))  # noqa: E731
+    call()
+    torch.cuda.synchronize()
+    scratch = torch.cuda.max_memory_allocated() - before - size * 2049 * 4
+    note(time="topk", rows=size, keys=size, ms=do_bench(call, warmup=1, rep=1200, return_mode="median"), scratch_mib=scratch / 2**20, kernels=kernel_times(call))
+
+
+MASS = [AttentionTile(64, 64, 4, 2, 2)]
+LOSS = [LossTiles(ScoreTile(64, 1, 4, 2), ScoreTile(64, 1, 4, 2)), LossTiles(ScoreTile(64, 1, 4, 1), ScoreTile(32, 1, 4, 2))]
+
+
 def time_card() -> None:
     a = torch.randn(8192, 8192, device="cuda").bfloat16()
     b = torch.randn(8192, 8192, device="cuda").bfloat16()
@@ -191,8 +327,14 @@ def main() -> None:
     only = arguments.only.split(",")
     if "attention" in only:
         check_attention(lambda: next(counter) % of == part)
+    if "indexer" in only:
+        check_indexer(lambda: next(counter) % of == part)
     if not arguments.warm:
         time_card()
+        if "indexer" in only:
+            time_indexer()
+        if "long" in only:
+            time_long_indexer()
         if "attention" in only:
             time_attention()
     record = {

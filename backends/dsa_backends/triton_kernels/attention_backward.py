@@ -179,28 +179,22 @@ class _Chunk:
         shape = (self.rows, 2, self.heads, self.slots8 * 8) if store else (1,)
         pairs = torch.empty(shape, dtype=self.q.dtype, device=self.q.device)
         head_blocks = -(-self.heads // tile.heads)
+        if tile.placed:
+            from dsa_backends.triton_kernels.hopper_kernels import hopper_pairs_kernel
+
+            hopper_pairs_kernel[(self.rows * head_blocks,)](
+                *(self.q, self.kv, self.indices, self.length, shift, self.dout, pairs),
+                *self._scalars(head_blocks),
+                DV=self.dv,
+                TAIL=self.tail,
+                BLOCK_H=tile.heads,
+                WARPS=tile.warps,
+                num_warps=tile.warps,
+            )
+            return pairs
         query_gradient_kernel[(self.rows * head_blocks,)](
-            self.q,
-            self.kv,
-            self.indices,
-            self.length,
-            shift,
-            self.dout,
-            pairs if dq is None else dq,
-            pairs,
-            self.scale,
-            self.scale * LOG2_E,
-            self.q.stride(0) // 8,
-            self.q.stride(1) // 8,
-            self.kv.stride(0) // 8,
-            self.indices.stride(0),
-            self.dout.stride(0) // 8,
-            self.dout.stride(1) // 8,
-            self.kv.shape[0],
-            self.width,
-            self.heads,
-            head_blocks,
-            self.slots8,
+            *(self.q, self.kv, self.indices, self.length, shift, self.dout, pairs if dq is None else dq, pairs),
+            *self._scalars(head_blocks),
             DV=self.dv,
             TAIL=self.tail,
             BLOCK_PART=block // parts,
@@ -215,6 +209,23 @@ class _Chunk:
             num_stages=tile.stages,
         )
         return pairs
+
+    def _scalars(self, head_blocks: int) -> tuple[float | int, ...]:
+        return (
+            self.scale,
+            self.scale * LOG2_E,
+            self.q.stride(0) // 8,
+            self.q.stride(1) // 8,
+            self.kv.stride(0) // 8,
+            self.indices.stride(0),
+            self.dout.stride(0) // 8,
+            self.dout.stride(1) // 8,
+            self.kv.shape[0],
+            self.width,
+            self.heads,
+            head_blocks,
+            self.slots8,
+        )
 
     def query_product(self, pairs: Tensor, dq: Tensor) -> None:
         tile = self.tiles.query

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,13 @@ def attention_forward(
     return launch_forward(q, kv, indices, length, scale=scale, v_channels=v_channels, tile=tile, splits=splits)
 
 
+def hopper_forward(heads: int) -> Any:
+    """The hand-placed kernel for a block of 64 or of 16 heads. Imported late: only compute capability 9.0 needs it."""
+    from dsa_backends.triton_kernels import hopper_kernels
+
+    return hopper_kernels.hopper_forward_kernel if heads == 64 else hopper_kernels.hopper_forward_few_kernel
+
+
 def launch_forward(
     q: Tensor,
     kv: Tensor,
@@ -71,37 +80,46 @@ def launch_forward(
     if splits > 1:
         part = torch.empty((splits, rows, heads, v_channels), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((splits, rows, heads), dtype=torch.float32, device=q.device)
+    arguments = (
+        q,
+        kv,
+        indices,
+        length,
+        part,
+        part_lse,
+        scale * LOG2_E,
+        q.stride(0) // 8,
+        q.stride(1) // 8,
+        kv.stride(0) // 8,
+        indices.stride(0),
+        rows,
+        kv.shape[0],
+        width,
+        heads,
+        head_blocks,
+        span,
+    )
+    grid = (rows * head_blocks, splits)
     with on_device(q):
-        forward_kernel[(rows * head_blocks, splits)](
-            q,
-            kv,
-            indices,
-            length,
-            part,
-            part_lse,
-            scale * LOG2_E,
-            q.stride(0) // 8,
-            q.stride(1) // 8,
-            kv.stride(0) // 8,
-            indices.stride(0),
-            rows,
-            kv.shape[0],
-            width,
-            heads,
-            head_blocks,
-            span,
-            DV=v_channels,
-            TAIL=tail,
-            BLOCK_PART=block // tile.parts,
-            PARTS=tile.parts,
-            BLOCK_TAIL=tail_width(tail),
-            BLOCK_H=tile.heads,
-            BLOCK_N=tile.keys,
-            PRECISION=precision(q),
-            CHAIN=device_architecture(q) != "sm100",
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        if tile.placed:
+            hopper_forward(tile.heads)[grid](
+                *arguments, DV=v_channels, TAIL=tail, BLOCK_H=tile.heads, num_warps=tile.warps
+            )
+        else:
+            forward_kernel[grid](
+                *arguments,
+                DV=v_channels,
+                TAIL=tail,
+                BLOCK_PART=block // tile.parts,
+                PARTS=tile.parts,
+                BLOCK_TAIL=tail_width(tail),
+                BLOCK_H=tile.heads,
+                BLOCK_N=tile.keys,
+                PRECISION=precision(q),
+                CHAIN=device_architecture(q) != "sm100",
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
         if splits > 1:
             merge_kernel[(rows * heads,)](
                 part, part_lse, out, lse, rows * heads, splits, DV=v_channels, BLOCK_DV=block, num_warps=4

@@ -30,6 +30,8 @@ class AttentionTile:
     parts: int = 1
     wgmma: bool = False
     """Claims Hopper's warp-group products (checked in the machine code)."""
+    placed: bool = False
+    """The kernel of ``hopper_kernels``, whose copies are placed by hand; ``stages`` means nothing there."""
 
 
 @dataclass(frozen=True, slots=True)
