@@ -21,6 +21,8 @@ class Stats:
     """Operation to how often one of its stages was decided, cached decisions included."""
     misses: Mapping[str, int]
     """Operation to how often a decision was not found in the table."""
+    chunking: Mapping[tuple[str, str], int]
+    """(stage, ``"used"`` or ``"declined"``) to how many calls ran in several query chunks, or in one piece."""
 
     def ran(self, stage: str) -> dict[str, int]:
         """Backend to number of runs of one stage."""
@@ -44,7 +46,10 @@ def stats() -> Stats:
     def names(kind: str) -> Mapping[str, int]:
         return MappingProxyType({key[1]: count for key, count in counters.items() if key[0] == kind})
 
-    return Stats(triples("run"), triples("decline"), names("decision"), names("miss"))
+    chunking = {(key[1], key[2]): count for key, count in counters.items() if key[0] == "chunking"}
+    return Stats(
+        triples("run"), triples("decline"), names("decision"), names("miss"), MappingProxyType(chunking)
+    )
 
 
 def reset_stats() -> None:

@@ -18,7 +18,6 @@ from dsa_dispatch._execution.legalize import (
 from dsa_dispatch._execution.memory import MemoryPlan, plan_memory
 from dsa_dispatch._execution.rows import (
     Chunk,
-    chunks,
     flatten_keys,
     global_bounds,
     global_ids,
@@ -26,7 +25,7 @@ from dsa_dispatch._execution.rows import (
     row_lengths,
     take_rows,
 )
-from dsa_dispatch._execution.run import call_stage, opaque, run_planned
+from dsa_dispatch._execution.run import call_stage, opaque, planned_chunks, run_planned
 from dsa_dispatch._execution.topk import indexer_layout
 
 
@@ -155,13 +154,14 @@ class _Loss:
             self.last = torch.where(self.valid_rows.reshape(-1), self.last, self.first)
         total_dk = torch.zeros(self.flat_k.shape, dtype=wide, device=k.device) if need[1] else None
         kl = torch.empty(memory.rows, dtype=wide, device=q.device)
-        for chunk in chunks(memory.rows, memory.chunk):
+        for chunk in planned_chunks(memory):
             terms = self._chunk(chunk, scale, use_relu, need, total_dk)
             kl[chunk.start : chunk.stop] = terms.kl
             if terms.dq is not None:
                 put_rows(dq, chunk, terms.dq[:, : q.shape[2], : q.shape[3]])
             if terms.dw is not None:
                 put_rows(dw, chunk, terms.dw[:, : q.shape[2]])
+            del terms  # or they would live beside the gradients of the next chunk
         if total_dk is not None:
             dk = total_dk[:, : k.shape[2]].view(batch, k.shape[0], k.shape[2]).transpose(0, 1).contiguous()
         return kl.sum() * factor, factor, dq, dk, dw

@@ -22,6 +22,12 @@ class MemoryPlan:
     """Rows handed to the stage at once."""
     per_row: tuple[tuple[str, int], ...]
     fixed: tuple[tuple[str, int], ...]
+    bound: str
+    """What decided the chunk, for whoever asks why a call ran in pieces or in one."""
+
+    @property
+    def chunked(self) -> bool:
+        return self.chunk < self.rows
 
     @property
     def row_bytes(self) -> int:
@@ -79,11 +85,20 @@ def plan_memory(
             f"memory_budget: got {budget} bytes, but one row of {names} needs {row_bytes} bytes ({costs}). "
             f"Set memory_budget to at least {row_bytes}."
         )
-    chunk = total
+    chunk, bound = _chunk(plan, total, budget // row_bytes if row_bytes else total, block_size)
+    return MemoryPlan(stages, total, chunk, tuple(per_row), tuple(whole), bound)
+
+
+def _chunk(plan: Plan, total: int, affordable: int, block_size: int | None) -> tuple[int, str]:
+    """Rows of a chunk, and the setting that decided it."""
+    limits = []
     if plan.query_chunk != "off":
-        chunk = min(chunk, budget // row_bytes if row_bytes else total)
+        limits.append((affordable, f"memory_budget={plan.options.memory_budget}"))
     if isinstance(plan.query_chunk, int):
-        chunk = min(chunk, plan.query_chunk)
+        limits.append((plan.query_chunk, f"query_chunk={plan.query_chunk}"))
     if block_size is not None:
-        chunk = min(chunk, block_size)
-    return MemoryPlan(stages, total, max(chunk, 1), tuple(per_row), tuple(whole))
+        limits.append((block_size, f"block_size={block_size}"))
+    if not limits:
+        return max(total, 1), "query_chunk=off"
+    chunk, bound = min(limits, key=lambda limit: limit[0])
+    return max(min(chunk, total), 1), bound

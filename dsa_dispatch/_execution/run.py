@@ -10,8 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dsa_dispatch._decline import Decline
-from dsa_dispatch._dispatch.decide import replan
+from dsa_dispatch._dispatch.decide import LOGGER, replan
 from dsa_dispatch._dispatch.plan import Plan, StagePlan
+from dsa_dispatch._execution.memory import MemoryPlan
+from dsa_dispatch._execution.rows import Chunk, chunks
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.errors import BackendDeclined
@@ -56,6 +58,26 @@ def run_planned(plan: Plan, stages: tuple[Stage, ...], body: Callable[[Plan], R]
             stage = plan.stage(name)
             runtime.count("run", name, stage.backend, stage.provider)
         return result
+
+
+def planned_chunks(memory: MemoryPlan) -> Iterator[Chunk]:
+    """The chunks of a call. Counted, and once per stage and outcome said, whether there were several and why."""
+    yield from chunks(memory.rows, memory.chunk)
+    runtime = current()
+    outcome = "used" if memory.chunked else "declined"
+    for stage in memory.stages:
+        runtime.count("chunking", stage.stage, outcome)
+    first = memory.stages[0]
+    if runtime.first_time("chunking", first.stage, outcome):
+        LOGGER.info(
+            "%s on %s: query chunks %s: %d rows %s (%s). (said once per stage and outcome)",
+            " and ".join(stage.stage for stage in memory.stages),
+            first.backend,
+            outcome,
+            memory.rows,
+            f"in chunks of {memory.chunk}" if memory.chunked else "in one piece",
+            memory.bound,
+        )
 
 
 def opaque(function: Callable[P, R]) -> Callable[P, R]:
