@@ -1,8 +1,7 @@
-"""Accepted calls through the public operations: the declared value is run, on this backend, and gives the exact answer."""
+"""Calls through the public operations: a declared value is run, on this backend, and gives the exact answer."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 import dsa_dispatch as dsa
 from dsa_dispatch._backend import BackendSpec
-from dsa_dispatch._call import CallSpec, DeviceInfo
+from dsa_dispatch._call import CallSpec
 from dsa_dispatch._dispatch.check import declines
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._stages import BACKWARD_STAGES, Stage
@@ -122,7 +121,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _global(indices: Tensor, length: Tensor, keys: int) -> Tensor:
-    batch, rows, width = indices.shape
+    batch, rows, _ = indices.shape
     local = Ids(indices.cpu().long().flatten(0, 1), length.cpu().flatten()).named(keys)
     offset = torch.arange(batch * rows)[:, None] // rows * keys
     return torch.where(local >= 0, local + offset, -1)
@@ -149,7 +148,11 @@ def _run_attention(spec: BackendSpec, stage: Stage, call: CallSpec, device: torc
     dout = _draw(call, device, call.dtype, *out.shape, seed=5)
     wanted_inputs = [tensor for tensor in named.values() if tensor is not None and tensor.requires_grad]
     gradients = torch.autograd.grad(out, wanted_inputs, dout)
-    plain = {"q": _flat(inputs.q), "k": _flat(inputs.k) if grouped else _flat(inputs.k)[:, 0], "dout": _flat(dout)}
+    plain = {
+        "q": _flat(inputs.q),
+        "k": _flat(inputs.k) if grouped else _flat(inputs.k)[:, 0],
+        "dout": _flat(dout),
+    }
     if inputs.v is not None:
         plain["v"] = _flat(inputs.v)
     ids = _global(inputs.indices, inputs.length, call.keys)
@@ -161,8 +164,11 @@ def _run_attention(spec: BackendSpec, stage: Stage, call: CallSpec, device: torc
     compare(f"{call.operation}", got, wanted, call.dtype)
     exact = exact_results(backward, plain, ids, host)
     key_name = "dk" if grouped else "dkv"
-    names = [{"query": "dq", "key": key_name, "value": "dv"}[name] for name, tensor in named.items()
-             if tensor is not None and tensor.requires_grad]
+    names = [
+        {"query": "dq", "key": key_name, "value": "dv"}[name]
+        for name, tensor in named.items()
+        if tensor is not None and tensor.requires_grad
+    ]
     found = dict(zip(names, map(_flat, gradients), strict=True))
     if not grouped and key_name in found:
         found[key_name] = found[key_name][:, 0]
@@ -191,7 +197,10 @@ def _allowed(call: CallSpec, inputs: Inputs) -> Tensor:
     if inputs.starts is not None and inputs.ends is not None:
         first, last = inputs.starts.cpu(), inputs.ends.cpu()
     one = (columns >= first[:, None]) & (columns < last[:, None])
-    return torch.block_diag(*[one.double()] * call.batch).bool()
+    allowed = torch.zeros(call.batch, call.rows, call.batch, call.keys, dtype=torch.bool)
+    for item in range(call.batch):
+        allowed[item, :, item] = one
+    return allowed.flatten(0, 1).flatten(1)
 
 
 def _packing(call: CallSpec) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dsa_dispatch.testing.sizes import (
     head_counts,
     is_grouped,
     native_sizes,
+    pads_width,
     preferred_dtype,
     widths,
 )
@@ -82,7 +83,9 @@ def base_call(capability: Capability, stage: Stage, device: str) -> CallSpec:
         sparse_loss="sparse" in capability.losses,
         bounds=bounds,  # type: ignore[arg-type]  # one of the two literals
         layout="bshd" if "bshd" in capability.layouts else "thd",
-        context_parallel="none" if "none" in capability.context_parallel else sorted(capability.context_parallel)[0],
+        context_parallel="none"
+        if "none" in capability.context_parallel
+        else sorted(capability.context_parallel)[0],
         needs_grad=_all_inputs(stage) if stage in BACKWARD_STAGES else frozenset(),
     )
     if stage in INDEXER_STAGES:
@@ -137,13 +140,14 @@ def accepted_calls(capability: Capability, stage: Stage, device: str) -> Iterato
             yield vary(f"layout {layout}", runs=ranged or layout == "bshd", layout=layout)
         for kind in sorted(capability.context_parallel):
             # The public operations name one context-parallel layout; a contiguous one is judged, not run.
-            yield vary(f"context parallel {kind}", runs=ranged and kind != "contiguous", context_parallel=kind)
+            yield vary(
+                f"context parallel {kind}", runs=ranged and kind != "contiguous", context_parallel=kind
+            )
     else:
         yield vary("ids int64", index_dtype="int64")
-    yield vary("batch 2", **_two_items(capability, base))
-    if capability.deterministic:
-        if stage != "indexer_topk" or capability.tie_rule == "lower_index":
-            yield vary("deterministic", deterministic=True)
+    yield Accepted("batch 2", _two_items(capability, base))
+    if capability.deterministic and (stage != "indexer_topk" or capability.tie_rule == "lower_index"):
+        yield vary("deterministic", deterministic=True)
     if stage in BACKWARD_STAGES and capability.partial_gradients:
         for name in sorted(base.needs_grad):
             yield vary(f"gradient of {name} alone", needs_grad=frozenset({name}))
@@ -152,10 +156,10 @@ def accepted_calls(capability: Capability, stage: Stage, device: str) -> Iterato
             yield vary(f"{name} {limit}", runs=limit <= LARGEST_WIDTH, **{name: limit})
 
 
-def _two_items(capability: Capability, base: CallSpec) -> dict[str, int]:
+def _two_items(capability: Capability, base: CallSpec) -> CallSpec:
     rows = base.rows if capability.max_rows is None else max(min(base.rows, capability.max_rows // 2), 0)
     keys = base.keys if capability.max_keys is None else max(min(base.keys, capability.max_keys // 2), 0)
-    return {"batch": 2, "rows": rows, "keys": keys}
+    return dataclasses.replace(base, batch=2, rows=rows, keys=keys)
 
 
 def _accepted_shapes(capability: Capability, stage: Stage, base: CallSpec) -> Iterator[Accepted]:
@@ -187,7 +191,7 @@ def _accepted_shapes(capability: Capability, stage: Stage, base: CallSpec) -> It
     shown = [*possible[:3], *possible[-1:]] if capability.width.maximum is not None else possible[:3]
     for width in dict.fromkeys(shown):
         yield Accepted(f"width {width}", dataclasses.replace(base, width=width), width <= LARGEST_WIDTH)
-    if capability.width.pad and possible[0] > 1:
+    if pads_width(capability, stage) and possible[0] > 1:
         width = possible[0] - 1
         yield Accepted(f"width {width}, padded", dataclasses.replace(base, width=width))
 
@@ -233,7 +237,7 @@ def declined_calls(capability: Capability, stage: Stage, device: DeviceInfo) -> 
             yield vary(f"key heads {count}", code.HEADS, kv_heads=count)
     yield from _declined_channels(capability, stage, base, device)
     if base.sparse_loss or stage not in ("indexer_target", "indexer_loss"):
-        for width in _widths_outside(capability):
+        for width in _widths_outside(capability, stage):
             yield vary(f"width {width}", code.INDEX_WIDTH, width=width)
     if stage in INDEXER_STAGES:
         for dtype in sorted(FLOATS - capability.weights_dtypes):
@@ -323,10 +327,10 @@ def _declined_channels(
             yield Declined(label, dataclasses.replace(base, **changes), device, DeclineCode.CHANNELS)
 
 
-def _widths_outside(capability: Capability) -> list[int]:
+def _widths_outside(capability: Capability, stage: Stage) -> list[int]:
     width = capability.width
     outside = set()
-    if not width.pad:
+    if not pads_width(capability, stage):
         if width.multiple_of > 1:
             outside |= {width.multiple_of - 1, width.multiple_of + 1}
         if width.power_of_two:

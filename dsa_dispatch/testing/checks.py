@@ -20,21 +20,38 @@ from dsa_dispatch.testing.sizes import Sizes, widths
 LONG_ROW = 1024
 MANY_ROWS = 4096
 
-StageCheck = Callable[[Subject], None]
+BESIDE = (
+    "Only the rows beside the keys hold NaN: memory outside the keys was read (id -1 is the row before row 0)"
+)
+UNNAMED = "Only keys that no slot names hold NaN: such a key was read and not masked (0 * NaN is NaN)"
 
 
 def _run(subject: Subject, operands: Operands) -> dict[str, Tensor]:
     return operands.call(subject.function)
 
 
-def _judge(subject: Subject, claim: str, operands: Operands, faults: Faults | None = None) -> None:
+def _judge(
+    subject: Subject, claim: str, operands: Operands, faults: Faults | None = None, nan_hint: str = ""
+) -> None:
     wanted = operands.exact()
     got = _run(subject, operands)
     present = {name: tensor for name, tensor in wanted.items() if name in got}
     if subject.stage.endswith("forward") and "natural" not in claim:
         # The lse has a check of its own, so that a wrong base is not blamed on holes.
         present.pop("lse")
-    compare(claim, got, present, operands.dtype, faults)
+    compare(claim, got, present, operands.dtype, faults, _origin_of_nan(operands, got, nan_hint))
+
+
+def _origin_of_nan(operands: Operands, got: dict[str, Tensor], elsewhere: str) -> str:
+    empty = (operands.ids < 0).all(dim=1)
+    per_row = [
+        tensor.cpu().flatten(1).isnan().any(1)
+        for name, tensor in got.items()
+        if name in ("out", "dq", "mass")
+    ]
+    if any(bool((broken & ~empty).any()) for broken in per_row if len(broken) == len(empty)):
+        return elsewhere
+    return "The rows with NaN have no key: a softmax over nothing must give 0" if per_row else elsewhere
 
 
 def values(subject: Subject, dtype: str) -> None:
@@ -131,9 +148,10 @@ def _slots(subject: Subject, claim: str, pattern: Callable[[Sizes, torch.Generat
     ids = pattern(operands.sizes, torch.Generator().manual_seed(0))
     for seed in (11, 12):
         operands = make(subject, ids=lambda *_: ids, seed=seed)
-        _judge(subject, claim, operands, _slot_faults(operands, ids))
+        _judge(subject, claim, operands, _slot_faults(operands, ids), BESIDE)
     poisoned = make(subject, ids=lambda *_: ids, poison=True)
-    _judge(subject, f"{claim}, with NaN in every key that no slot names and beside the keys", poisoned)
+    claim = f"{claim}, with NaN in every key that no slot names and beside the keys"
+    _judge(subject, claim, poisoned, nan_hint=UNNAMED)
 
 
 def _holes(sizes: Sizes, generator: torch.Generator) -> Ids:
@@ -202,7 +220,7 @@ def outside_ids(subject: Subject) -> None:
 
 
 def guards(subject: Subject) -> None:
-    operands = make(subject, ids=_holes if subject.capability.index_form != "prefix" else clean_ids)
+    operands = make(subject)
     with GuardedAllocations() as allocations:
         got = _run(subject, operands)
     damage = allocations.damage()
@@ -265,10 +283,16 @@ def chunks(subject: Subject) -> None:
             parts.append(_run(subject, pieces.rows_of(first, last)))
     sums = ACCUMULATORS.get(subject.stage, {})
     joined = {
-        name: parts[-1][name] if name in sums else torch.cat([part[name] for part in parts]) for name in parts[0]
+        name: parts[-1][name] if name in sums else torch.cat([part[name] for part in parts])
+        for name in parts[0]
     }
     wanted = {name: tensor for name, tensor in whole.exact().items() if name != "lse"}
-    compare("rows in chunks: a stage may be called with a slice of the rows, at `rows.first_row`", joined, wanted, whole.dtype)
+    compare(
+        "rows in chunks: a stage may be called with a slice of the rows, at `rows.first_row`",
+        joined,
+        wanted,
+        whole.dtype,
+    )
 
 
 def _judge_neighbour(subject: Subject, sizes: Sizes) -> None:
@@ -282,7 +306,9 @@ def _judge_neighbour(subject: Subject, sizes: Sizes) -> None:
     wanted = operands.exact()
     keys = ("dk", "dv", "dkv")
     own = {
-        name: tensor[: sizes.keys if name in keys else sizes.rows] for name, tensor in wanted.items() if name != "lse"
+        name: tensor[: sizes.keys if name in keys else sizes.rows]
+        for name, tensor in wanted.items()
+        if name != "lse"
     }
     mine = {name: got[name][: len(tensor)] for name, tensor in own.items()}
     compare("results do not depend on the batch neighbour: its NaN came through", mine, own, operands.dtype)
@@ -296,7 +322,9 @@ def strided(subject: Subject) -> None:
         if tensor is not None:
             wide = torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=1)
             given[name] = wide[:, 0]
-    _judge(subject, "tensors may be strided in their first dimension", dataclasses.replace(operands, given=given))
+    _judge(
+        subject, "tensors may be strided in their first dimension", dataclasses.replace(operands, given=given)
+    )
 
 
 def unneeded(subject: Subject) -> None:
@@ -387,7 +415,9 @@ def dense(subject: Subject) -> None:
     first = _run(subject, whole.rows_of(0, sizes.rows + 1))
     second = _run(subject, whole.rows_of(sizes.rows + 1, 2 * sizes.rows))
     sums = ACCUMULATORS.get(subject.stage, {})
-    joined = {name: second[name] if name in sums else torch.cat([first[name], second[name]]) for name in first}
+    joined = {
+        name: second[name] if name in sums else torch.cat([first[name], second[name]]) for name in first
+    }
     compare(f"{claim}, in chunks", joined, whole.exact(), whole.dtype)
 
 

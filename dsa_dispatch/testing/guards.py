@@ -17,7 +17,17 @@ _FACTORIES: Final = frozenset(
     f"aten::{name}"
     for name in (
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-        *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"),
+        *(
+            "zeros",
+            "zeros_like",
+            "new_zeros",
+            "ones",
+            "ones_like",
+            "new_ones",
+            "full",
+            "full_like",
+            "new_full",
+        ),
     )
 )
 
@@ -64,15 +74,20 @@ def between_nan(values: Tensor) -> Tensor:
     return middle
 
 
-class GuardedAllocations(TorchDispatchMode):
+class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """While active, tensors made with ``torch.empty`` and its kin lie between margins; floats without a value are NaN.
 
     A kernel's outputs are allocated by the backend itself; this is how writes past them are seen without an address
     sanitizer, on every device.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the compiler, which takes six seconds, to guard against what nobody compiles here.
+        return False
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Guarded] = []
 
     def __torch_dispatch__(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 LIMITS: Final = {"float64": 1e-11, "float32": 1e-5, "float16": 2e-3, "bfloat16": 6e-3}
-"""Relative Frobenius error against fp64 formulas on the same rounded inputs: rounding of the type with a margin; bf16 as
-the contract promises for gradients."""
+"""Relative Frobenius error against fp64 formulas on the same rounded inputs: rounding of the type with a margin; bf16
+as the contract promises for gradients."""
 OUT_LIMITS: Final = {**LIMITS, "bfloat16": 4e-3}
 LSE_LIMITS: Final = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-4, "bfloat16": 1e-4}
 """Absolute."""
@@ -81,9 +81,17 @@ def _row_error(what: str, difference: Tensor, wanted: Tensor, allowed: float) ->
 
 
 def compare(
-    claim: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], dtype: str, faults: Faults | None = None
+    claim: str,
+    got: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    dtype: str,
+    faults: Faults | None = None,
+    nan_hint: str = "",
 ) -> None:
-    """Raise ``ConformanceError`` with ``claim``, what differs, and the fault that would explain it."""
+    """Raise ``ConformanceError`` with ``claim``, what differs, and the fault that would explain it.
+
+    ``nan_hint`` says where NaN can only have come from.
+    """
     errors = [error_of(what, got[what], wanted[what], dtype) for what in wanted]
     if not any(errors):
         return
@@ -93,6 +101,8 @@ def compare(
         if not any(error_of(what, got[what], explained[what], dtype) for what in wanted):
             text += f". This is the answer with {fault}"
             break
+    if nan_hint and any(bool(got[what].isnan().any()) for what in wanted):
+        text += f". {nan_hint}"
     raise ConformanceError(f"{claim}: {text}")
 
 

@@ -85,7 +85,7 @@ class Operands:
     ids: Tensor
     rows: RowLayout
     host: dict[str, Any]
-    options: StageOptions = StageOptions()
+    options: StageOptions = field(default_factory=StageOptions)
     accumulators: dict[str, Guarded | None] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     """What the accumulators held before the call."""
@@ -99,7 +99,11 @@ class Operands:
         device = self.plain["q"].device
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             got = function(
-                *[self.given[name] for name in names], **keywords, **sums, rows=self.rows, options=self.options
+                *[self.given[name] for name in names],
+                **keywords,
+                **sums,
+                rows=self.rows,
+                options=self.options,
             )
         results = self._named(got)
         for name, made in self.accumulators.items():
@@ -243,7 +247,9 @@ def make(
     if form == "prefix" and not dense:
         named = Ids(slots.long(), length.long()).named(keys)
     if stage in ("indexer_topk", "indexer_loss"):
-        plain["w"] = torch.randn(total, sizes.heads, generator=generator).to(_weights_dtype(capability, dtype))
+        plain["w"] = torch.randn(total, sizes.heads, generator=generator).to(
+            _weights_dtype(capability, dtype)
+        )
     plain["mass"] = (torch.rand(named.shape, generator=generator).double() * (named >= 0)).to(wide)
     used: dict[str, Any] = {
         "scale": SCALE,
@@ -260,8 +266,16 @@ def make(
         for name, tensor in exact_results(forward, plain, named, used).items():
             plain[name] = tensor.to(kind if name == "out" else wide)
     given: dict[str, Tensor | None] = {name: tensor.to(device) for name, tensor in plain.items()}
-    given |= {"starts": starts.to(device, torch.int32), "ends": ends.to(device, torch.int32), "lse": given.get("lse")}
-    given |= dict.fromkeys(("indices", "length")) if dense else {"indices": slots.to(device), "length": length.to(device)}
+    given |= {
+        "starts": starts.to(device, torch.int32),
+        "ends": ends.to(device, torch.int32),
+        "lse": given.get("lse"),
+    }
+    given |= (
+        dict.fromkeys(("indices", "length"))
+        if dense
+        else {"indices": slots.to(device), "length": length.to(device)}
+    )
     for name in ("k", "v"):
         if name in plain:
             tensor = plain[name].clone()

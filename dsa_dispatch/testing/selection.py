@@ -15,6 +15,8 @@ from dsa_dispatch.testing.judge import ConformanceError
 from dsa_dispatch.testing.operands import Operands, Subject, make
 from dsa_dispatch.testing.sizes import Sizes
 
+CROWD = 1024
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
@@ -67,7 +69,9 @@ def check_form(claim: str, indices: Tensor, length: Tensor, allowed: Tensor, top
     return chosen
 
 
-def check_exact(claim: str, chosen: list[list[int]], scores: Scores, topk: int, tie_rule: str, in_order: bool) -> None:
+def check_exact(
+    claim: str, chosen: list[list[int]], scores: Scores, topk: int, tie_rule: str, in_order: bool
+) -> None:
     """Scores are exact in any order of summation, so the answer is known, ties included."""
     for row, ids in enumerate(chosen):
         score = scores.score[row].tolist()
@@ -138,8 +142,16 @@ def integer_operands(subject: Subject, dtype: str | None = None, seed: int = 11)
 
 
 def values(subject: Subject, dtype: str) -> None:
-    for seed in (11, 12, 13):
+    """Random keys, and many keys that are almost alike, whose scores a coarser type cannot tell apart."""
+    for seed in (11, 12):
         _judge(subject, "values", make(subject, sizes=_more_keys(subject), dtype=dtype, seed=seed))
+    crowded = dataclasses.replace(subject.sizes, keys=min(subject.capability.max_keys or CROWD, CROWD))
+    operands = make(subject, sizes=crowded, dtype=dtype)
+    plain, given = operands.plain["k"], operands.given["k"]
+    assert given is not None
+    plain.copy_(plain[:1] + plain / 64)
+    given.copy_(plain)
+    _judge(subject, "values of many keys that are almost alike", operands)
 
 
 def ties(subject: Subject, dtype: str) -> None:
@@ -157,9 +169,13 @@ def twins(subject: Subject) -> None:
         tensor[half : 2 * half] = tensor[:half].clone()
     got = operands.call(subject.function)
     allowed = scores_of(operands, 0.0).allowed
-    for row, ids in enumerate(check_form("twins", got["indices"], got["length"], allowed, operands.host["topk"])):
+    for row, ids in enumerate(
+        check_form("twins", got["indices"], got["length"], allowed, operands.host["topk"])
+    ):
         alone = [
-            key for key in ids if half <= key < 2 * half and bool(allowed[row, key - half]) and key - half not in ids
+            key
+            for key in ids
+            if half <= key < 2 * half and bool(allowed[row, key - half]) and key - half not in ids
         ]
         if alone:
             raise ConformanceError(
@@ -236,7 +252,9 @@ def repeated(subject: Subject) -> None:
     first = make(subject, sizes=_more_keys(subject)).call(subject.function)
     make(subject, sizes=_more_keys(subject), seed=4, amplify=torch.nan).call(subject.function)
     second = make(subject, sizes=_more_keys(subject)).call(subject.function)
-    for row, (one, other) in enumerate(zip(first["indices"].tolist(), second["indices"].tolist(), strict=True)):
+    for row, (one, other) in enumerate(
+        zip(first["indices"].tolist(), second["indices"].tolist(), strict=True)
+    ):
         if set(one) != set(other):
             raise ConformanceError(f"results do not depend on earlier calls: row {row} chose other keys")
 

@@ -75,6 +75,11 @@ def native_sizes(capability: Capability, stage: Stage) -> Sizes:
     return Sizes(count, kv_heads, qk, v, width, rows, keys)
 
 
+def pads_width(capability: Capability, stage: Stage) -> bool:
+    """Whether the core may widen: a wider selection could only be cut back where the best keys come first."""
+    return capability.width.pad and (stage != "indexer_topk" or capability.sorted)
+
+
 def preferred_dtype(capability: Capability) -> str:
     """The declared type in which faults show most sharply."""
     return next(name for name in ("float64", "float32", "float16", "bfloat16") if name in capability.dtypes)

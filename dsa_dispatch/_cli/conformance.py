@@ -1,0 +1,100 @@
+"""``dsa-dispatch conformance NAME``: whether a backend honours the contract, claim by claim."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+
+from dsa_dispatch._cli.output import emit
+from dsa_dispatch.testing import ConformanceCheck, ConformanceError, conformance_checks
+from dsa_dispatch.testing.judge import NotHere
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One check and how it ended."""
+
+    stage: str
+    device: str
+    check: str
+    result: Literal["passed", "failed", "not here"]
+    text: str = ""
+
+
+def outcome_of(check: ConformanceCheck) -> Outcome:
+    try:
+        check.run()
+    except ConformanceError as error:
+        return Outcome(check.stage, check.device, check.name, "failed", str(error))
+    except NotHere as error:
+        return Outcome(check.stage, check.device, check.name, "not here", str(error))
+    return Outcome(check.stage, check.device, check.name, "passed")
+
+
+def conformance(
+    name: Annotated[str, typer.Argument(help="The backend to check.")],
+    stage: Annotated[str | None, typer.Option(help="Only this stage.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every check.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Check a backend against the contract. Exit status 1 when a check fails or a stage cannot run here."""
+    checks = [check for check in conformance_checks(name) if stage in (None, check.stage)]
+    if not checks:
+        raise typer.BadParameter(f"{name} does not provide {stage}", param_hint="--stage")
+    console = Console(stderr=json_, soft_wrap=True)
+    outcomes = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(name, total=len(checks))
+        for check in checks:
+            progress.update(task, description=f"{check.stage}: {check.name}")
+            outcomes.append(outcome_of(check))
+            progress.advance(task)
+    if json_:
+        emit(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=2))
+    else:
+        _show(console, name, outcomes, verbose)
+    if any(outcome.result != "passed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _show(console: Console, name: str, outcomes: Sequence[Outcome], verbose: bool) -> None:
+    table = Table(
+        Column("stage", no_wrap=True),
+        Column("device", no_wrap=True),
+        Column("passed", justify="right"),
+        Column("failed", justify="right"),
+        Column("", no_wrap=True),
+        title=f"Conformance of {name}",
+    )
+    for stage, device in dict.fromkeys((outcome.stage, outcome.device) for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if (outcome.stage, outcome.device) == (stage, device)]
+        counts = Counter(outcome.result for outcome in mine)
+        state = "[green]ok[/]"
+        if counts["failed"]:
+            state = "[red]BREAKS THE CONTRACT[/]"
+        elif counts["not here"]:
+            state = "[yellow]NOT CHECKED HERE[/]"
+        table.add_row(stage, device, str(counts["passed"]), str(counts["failed"]), state)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.result != "passed":
+            console.print(f"{outcome.result.upper()} [{outcome.check}] {outcome.text}", markup=False)
+        elif verbose:
+            console.print(f"passed {outcome.stage} {outcome.device} [{outcome.check}]", markup=False)
+    failed = sum(outcome.result == "failed" for outcome in outcomes)
+    if failed:
+        console.print(
+            f"{failed} of {len(outcomes)} checks failed. Each names a claim of the contract (dsa_dispatch._contract); "
+            f"a value the kernel cannot do must leave the capability.",
+            markup=False,
+        )

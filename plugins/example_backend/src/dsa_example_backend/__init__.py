@@ -1,0 +1,1 @@
+"""A backend for dsa-dispatch in a distribution of its own."""

@@ -1,0 +1,5 @@
+from dsa_dispatch.testing import BackendConformance
+
+
+class TestConformance(BackendConformance):
+    pass
