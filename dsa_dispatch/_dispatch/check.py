@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._capability import Capability, Heads, IndexWidth
@@ -158,7 +158,8 @@ def _shape_declines(capability: Capability, stage: Stage, call: CallSpec) -> Ite
     shapes = shapes_of(stage, call)
     if not _heads_fit(capability.heads, stage, shapes.heads):
         hint = "" if stage in INDEXER_STAGES else _tensor_parallel_hint(capability, stage, call)
-        yield Decline(DeclineCode.HEADS, shapes.heads_name, str(shapes.heads), str(capability.heads), hint)
+        takes = capability.heads if _may_pad_heads(stage) else replace(capability.heads, pad=False)
+        yield Decline(DeclineCode.HEADS, shapes.heads_name, str(shapes.heads), str(takes), hint)
     if stage in GROUPED_STAGES and not capability.kv_heads.runs(call.kv_heads):
         yield Decline(DeclineCode.HEADS, "key.heads", str(call.kv_heads), str(capability.kv_heads))
     if capability.channels.fit(shapes.qk_channels, shapes.v_channels) is None:
