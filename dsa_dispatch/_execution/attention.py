@@ -15,15 +15,15 @@ from dsa_dispatch._execution.legalize import legal_ids, pad_channels, pad_heads,
 from dsa_dispatch._execution.memory import MemoryPlan, plan_memory
 from dsa_dispatch._execution.rows import (
     Chunk,
-    chunks,
+    copied_key_bytes,
+    copied_row_bytes,
     flatten_keys,
     global_ids,
     put_rows,
     row_lengths,
     take_rows,
-    unflatten_rows,
 )
-from dsa_dispatch._execution.run import call_stage, opaque, run_planned
+from dsa_dispatch._execution.run import call_stage, opaque, planned_chunks, run_planned
 
 OneChunk = Callable[[Chunk], tuple[Tensor, Tensor]]
 
@@ -53,7 +53,7 @@ def id_bytes(indices: Tensor, legal: Legalization) -> int:
     """Bytes a row of ids costs beyond the caller's: the cleaned copy with its masks, and the sort of a compaction."""
     batch, _, width = indices.shape
     cleaned = batch > 1 or indices.dtype != torch.int32 or legal.sanitize
-    size = 4
+    size = 4 + copied_row_bytes(indices.transpose(0, 1))
     if cleaned:
         size += width * (4 + 3 + 2 * 8)
     if legal.compact:
@@ -64,32 +64,54 @@ def id_bytes(indices: Tensor, legal: Legalization) -> int:
 
 
 def attention_memory(
-    plan: Plan, stage: StagePlan, query: Tensor, key: Tensor, indices: Tensor, v_channels: int
+    plan: Plan,
+    stage: StagePlan,
+    query: Tensor,
+    keys: tuple[Tensor, ...],
+    indices: Tensor,
+    v_channels: int,
+    upstream: tuple[Tensor, ...] = (),
 ) -> MemoryPlan:
-    """The transients of one attention stage, absorbed or grouped-query."""
+    """The transients of one attention stage: ``keys`` are ``(key,)`` or ``(key, value)``.
+
+    ``upstream`` are the output and its gradient, of a backward.
+    """
     legal = stage.legalization
-    _, batch, heads, channels = query.shape
-    size = query.element_size()
-    padded = legal.heads[1] * legal.channels[1] * size
-    copied = batch > 1 or legal.heads[0] != legal.heads[1] or legal.channels[0] != legal.channels[1]
-    wide = accumulation_dtype(query.dtype).itemsize
+    batch = query.shape[1]
+    size, wide = query.element_size(), accumulation_dtype(query.dtype).itemsize
+    padded_heads = legal.heads[0] != legal.heads[1]
+    padded_channels = legal.channels[0] != legal.channels[1]
+    given = legal.heads[1] * legal.channels[1] * size
     core = [
         ("ids", id_bytes(indices, legal)),
-        ("output of the chunk", legal.heads[1] * (v_channels * size + wide)),
+        ("query copy", copied_row_bytes(query) + (given if padded_heads or padded_channels else 0)),
     ]
-    if copied:
-        core.append(("query copy", padded + (heads * channels * size if batch > 1 else 0)))
+    padded_keys = [legal.channels[1] if padded_channels else 0, *(0 for _ in keys[1:])]
+    fixed = [
+        (
+            "key copy",
+            sum(
+                copied_key_bytes(key) + batch * key.shape[0] * key.shape[2] * padded * size
+                for key, padded in zip(keys, padded_keys, strict=True)
+            ),
+        )
+    ]
     if stage.stage.endswith("backward"):
+        value = legal.heads[1] * v_channels * size if padded_heads else 0
         core += [
-            ("query gradient of the chunk", padded),
-            ("out, lse and their gradient", legal.heads[1] * (2 * v_channels * size + wide) if copied else 0),
+            ("query gradient of the chunk", given),
+            ("output and its gradient", sum(copied_row_bytes(tensor) + value for tensor in upstream)),
+            ("lse", legal.heads[1] * wide if padded_heads else 0),
         ]
-    keys = key.shape[0] * batch
-    key_copies = (batch > 1) + (legal.channels[0] != legal.channels[1])
-    fixed = [("key copy", key_copies * keys * key.shape[2] * legal.channels[1] * size)]
-    if stage.stage.endswith("backward"):
-        fixed.append(("key gradient", keys * key.shape[2] * legal.channels[1] * wide))
-    return plan_memory(plan, (stage,), row_layout(query, key), core=tuple(core), fixed=tuple(fixed))
+        widths = [legal.channels[1], *(key.shape[3] for key in keys[1:])]
+        elements = [
+            batch * key.shape[0] * key.shape[2] * width for key, width in zip(keys, widths, strict=True)
+        ]
+        fixed.append(("key gradient", sum(elements) * wide))
+    else:
+        core.append(("output of the chunk", legal.heads[1] * (v_channels * size + wide)))
+    layout = row_layout(query, keys[0])
+    return plan_memory(plan, (stage,), layout, core=tuple(core), fixed=tuple(fixed))
 
 
 @opaque
@@ -125,7 +147,7 @@ def _forward(
     legal = stage.legalization
     heads = query.shape[2]
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, key, indices, v_channels)
+    memory = attention_memory(plan, stage, query, (key,), indices, v_channels)
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)
 
     def one(chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -147,17 +169,19 @@ def _forward(
 
 
 def assemble(query: Tensor, memory: MemoryPlan, v_channels: int, one: OneChunk) -> tuple[Tensor, Tensor]:
-    """Run ``one`` over all chunks. A single chunk is not copied where its layout is already the caller's."""
-    rows, batch, heads, _ = query.shape
-    if memory.chunk >= memory.rows:
-        out, lse = one(Chunk(0, memory.rows))
-        return unflatten_rows(out.contiguous(), rows, batch), lse.contiguous().view(batch, rows, heads)
+    """Run ``one`` over all chunks. A single chunk of one batch item has the caller's layout and is not copied."""
+    _, batch, heads, _ = query.shape
+    if batch == 1 and not memory.chunked:
+        (whole,) = planned_chunks(memory)
+        out, lse = one(whole)
+        return out.contiguous()[:, None], lse.contiguous()[None]
     out, lse = empty_outputs(query, v_channels)
     flat_lse = lse.view(-1, heads)
-    for chunk in chunks(memory.rows, memory.chunk):
+    for chunk in planned_chunks(memory):
         part, part_lse = one(chunk)
         put_rows(out, chunk, part)
         flat_lse[chunk.start : chunk.stop] = part_lse
+        del part, part_lse  # or it would live beside the output of the next chunk
     return out, lse
 
 
@@ -204,15 +228,15 @@ def _backward(
         return zeros(query, need_dq), zeros(key, need_dkv)
     stage = plan.stage("attention_backward")
     legal = stage.legalization
-    rows, batch, heads, channels = query.shape
+    _, batch, heads, channels = query.shape
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, key, indices, v_channels)
+    memory = attention_memory(plan, stage, query, (key,), indices, v_channels, (out, dout))
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)
     wide = accumulation_dtype(query.dtype)
     dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device) if need_dkv else None
     flat_lse = lse.reshape(-1, heads)
     dq: Tensor | None = None
-    for chunk in chunks(memory.rows, memory.chunk):
+    for chunk in planned_chunks(memory):
         ids, lengths = ids_of_chunk(indices, length, chunk, key.shape[0], legal)
         part = call_stage(
             stage,
@@ -232,11 +256,12 @@ def _backward(
         )
         if need_dq:
             part = part[:, :heads, :channels]
-            if memory.chunk >= memory.rows:
-                dq = unflatten_rows(part.contiguous(), rows, batch)
+            if batch == 1 and not memory.chunked:
+                dq = part.contiguous()[:, None]
             else:
                 dq = torch.empty_like(query, memory_format=torch.contiguous_format) if dq is None else dq
                 put_rows(dq, chunk, part)
+        del part  # or it would live beside the gradient of the next chunk
     dkey = not_needed(key) if dkv is None else key_gradient(dkv[:, None, :channels], key)
     return not_needed(query) if dq is None else dq, dkey
 
@@ -255,4 +280,7 @@ def zeros(tensor: Tensor, needed: bool) -> Tensor:
 def key_gradient(accumulated: Tensor, key: Tensor) -> Tensor:
     """``[b * sk, heads, D]`` in the accumulation type to ``[sk, b, heads, D]`` in the key's."""
     keys, batch = key.shape[:2]
-    return unflatten_rows(accumulated.to(key.dtype).contiguous(), keys, batch)
+    gradient = accumulated.view(batch, keys, *accumulated.shape[1:]).transpose(0, 1)
+    if gradient.dtype == key.dtype and gradient.is_contiguous():
+        return gradient
+    return torch.empty(key.shape, dtype=key.dtype, device=key.device).copy_(gradient)

@@ -18,8 +18,8 @@ from dsa_dispatch._execution.attention import (
     zeros,
 )
 from dsa_dispatch._execution.legalize import pad_channels, pad_query
-from dsa_dispatch._execution.rows import Chunk, chunks, flatten_keys, put_rows, take_rows
-from dsa_dispatch._execution.run import call_stage, opaque, run_planned
+from dsa_dispatch._execution.rows import Chunk, flatten_keys, put_rows, take_rows
+from dsa_dispatch._execution.run import call_stage, opaque, planned_chunks, run_planned
 
 
 @opaque
@@ -56,7 +56,7 @@ def _forward(
     stage = plan.stage("gqa_forward")
     legal = stage.legalization
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, key, indices, v_channels)
+    memory = attention_memory(plan, stage, query, (key, value), indices, v_channels)
     k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
 
     def one(chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -122,14 +122,14 @@ def _backward(
     legal = stage.legalization
     _, _, heads, channels = query.shape
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, key, indices, value.shape[3])
+    memory = attention_memory(plan, stage, query, (key, value), indices, value.shape[3], (out, dout))
     k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
     wide = accumulation_dtype(query.dtype)
     sum_k = torch.zeros(k.shape, dtype=wide, device=k.device) if need[1] else None
     sum_v = torch.zeros(v.shape, dtype=wide, device=v.device) if need[2] else None
     flat_lse = lse.reshape(-1, heads)
     query_gradient = zeros(query, need[0])
-    for chunk in chunks(memory.rows, memory.chunk):
+    for chunk in planned_chunks(memory):
         ids, lengths = ids_of_chunk(indices, length, chunk, key.shape[0], legal)
         part = call_stage(
             stage,
@@ -150,6 +150,7 @@ def _backward(
         )
         if need[0]:
             put_rows(query_gradient, chunk, part[..., :channels])
+        del part  # or it would live beside the gradient of the next chunk
     return (
         query_gradient,
         not_needed(key) if sum_k is None else key_gradient(sum_k[..., :channels], key),

@@ -47,6 +47,18 @@ def take_rows(tensor: Tensor, chunk: Chunk) -> Tensor:
     return _contiguous_rows(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
 
 
+def copied_row_bytes(tensor: Tensor) -> int:
+    """Bytes that ``take_rows`` may copy for a row of ``[sq, b, ...]``; 0 where every chunk is a view."""
+    if tensor.numel() == 0 or (tensor.shape[1] == 1 and tensor[0, 0].is_contiguous()):
+        return 0
+    return tensor[0, 0].numel() * tensor.element_size()
+
+
+def copied_key_bytes(key: Tensor) -> int:
+    """Bytes that ``flatten_keys`` copies of ``[sk, b, ...]``."""
+    return copied_row_bytes(key) * key.shape[0] * key.shape[1]
+
+
 def put_rows(tensor: Tensor, chunk: Chunk, values: Tensor) -> None:
     """Write a chunk's rows into ``[sq, b, ...]``."""
     rows = tensor.shape[0]
@@ -54,11 +66,6 @@ def put_rows(tensor: Tensor, chunk: Chunk, values: Tensor) -> None:
         first = item * rows
         low, high = max(chunk.start - first, 0), min(chunk.stop - first, rows)
         tensor[low:high, item] = values[first + low - chunk.start : first + high - chunk.start]
-
-
-def unflatten_rows(values: Tensor, rows: int, batch: int) -> Tensor:
-    """``[b * sq, ...] -> [sq, b, ...]``, contiguous."""
-    return values.view(batch, rows, *values.shape[1:]).transpose(0, 1).contiguous()
 
 
 def item_offsets(chunk: Chunk, rows: int, keys: int, device: torch.device) -> Tensor:

@@ -1,0 +1,276 @@
+"""No operation holds more than its plan says: the measured peak of every one against the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from contract import make
+from contract.peak import nbytes, peak_bytes
+
+from dsa_dispatch import (
+    Channels,
+    Heads,
+    IndexWidth,
+    LossTerms,
+    run_fused_absorbed_sparse_attention,
+    run_fused_gqa_sparse_attention,
+    run_fused_qk_topk,
+    run_fused_qk_topk_with_loss,
+    use_backend,
+)
+from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch._execution import attention as attention_module
+from dsa_dispatch._execution import loss as loss_module
+from dsa_dispatch._execution import memory
+from dsa_dispatch._execution import topk as topk_module
+from dsa_dispatch.errors import ConfigError
+from dsa_dispatch.testing import FakeBackend, isolated_registry
+from dsa_dispatch.testing.fakes import reference_capability
+
+SIZE, HEADS, CHANNELS, VALUES, WIDTH = 1024, 16, 64, 48, 256
+BUDGET = 4 << 20
+"""Less than any quadratic tensor of these sizes, and less than the block the reference cuts its rows into."""
+SLACK = 64 << 10
+"""What is not per row: 0-d results, slot numbers, and the allocator's rounding of some fifty tensors to 64 bytes."""
+
+
+@contextlib.contextmanager
+def recorded_plans():
+    plans = []
+
+    def plan_memory(*args, **kwargs):
+        plans.append(memory.plan_memory(*args, **kwargs))
+        return plans[-1]
+
+    with contextlib.ExitStack() as stack:
+        for module in (attention_module, loss_module, topk_module):
+            stack.enter_context(mock.patch.object(module, "plan_memory", plan_memory))
+        yield plans
+
+
+def within(call, kept=lambda result: result):
+    """Run ``call``; beside what is ``kept`` of its result it held no more than the plan it made allows."""
+    with recorded_plans() as plans:
+        result, peak = peak_bytes(call)
+    assert plans
+    assert all(plan.scratch_bytes <= BUDGET for plan in plans)
+    assert any(plan.chunk < plan.rows for plan in plans), "this case would prove nothing"
+    outputs = nbytes(*(tensor for tensor in kept(result) if tensor is not None))
+    allowed = max(plan.scratch_bytes + plan.fixed_bytes for plan in plans)
+    assert peak <= outputs + allowed + SLACK, (peak - outputs, allowed, plans[-1])
+    return result
+
+
+def null_stages():
+    """Stages that allocate their outputs and nothing else, so that what is measured is the core's own."""
+
+    def attention_forward(q, kv, ids, length, *, scale, v_channels, rows, options):
+        wide = accumulation_dtype(q.dtype)
+        return q.new_zeros((*q.shape[:2], v_channels)), q.new_zeros(q.shape[:2], dtype=wide)
+
+    def attention_backward(q, kv, ids, length, out, lse, dout, *, need_dq, **_):
+        return torch.zeros_like(q) if need_dq else None
+
+    def gqa_forward(q, k, v, ids, length, **_):
+        return q.new_zeros((*q.shape[:2], v.shape[2])), q.new_zeros(
+            q.shape[:2], dtype=accumulation_dtype(q.dtype)
+        )
+
+    def gqa_backward(q, k, v, ids, length, out, lse, dout, *, need_dq, **_):
+        return torch.zeros_like(q) if need_dq else None
+
+    def indexer_topk(q, k, w, starts, ends, *, topk, **_):
+        return (
+            torch.zeros(q.shape[0], topk, dtype=torch.int32),
+            torch.full((q.shape[0],), topk, dtype=torch.int32),
+        )
+
+    def indexer_target(query, key, *, indices, rows, **_):
+        columns = rows.keys if indices is None else indices.shape[1]
+        return torch.zeros(query.shape[0], columns, dtype=accumulation_dtype(query.dtype))
+
+    def indexer_loss(q, k, w, *, need_dq, need_dw, **_):
+        wide = accumulation_dtype(q.dtype)
+        return LossTerms(
+            torch.zeros(q.shape[0], dtype=wide),
+            torch.zeros(q.shape, dtype=wide) if need_dq else None,
+            torch.zeros(w.shape, dtype=wide) if need_dw else None,
+        )
+
+    return {
+        function.__name__: function
+        for function in (
+            attention_forward, attention_backward, gqa_forward, gqa_backward, indexer_topk, indexer_target,
+            indexer_loss,
+        )
+    }  # fmt: skip
+
+
+PLAIN = {}
+PADDED = {
+    "heads": Heads(multiple_of=64, pad=True), "channels": Channels(multiple_of=96, pad=True),
+    "width": IndexWidth(multiple_of=320, pad=True), "index_form": "prefix",
+}  # fmt: skip
+FORMS = {"plain": PLAIN, "padded": PADDED, "holes": {"index_form": "holes"}}
+
+
+@pytest.fixture(params=["torch_dense", *FORMS])
+def backend(request):
+    """The reference, and stages without scratch under three capabilities."""
+    changes = FORMS.get(request.param, PLAIN)
+    narrow = {name: value for name, value in changes.items() if name != "heads"}
+    stages = {
+        "attention_forward": changes, "attention_backward": changes, "gqa_forward": narrow, "gqa_backward": narrow,
+        "indexer_topk": {name: value for name, value in changes.items() if name != "width"},
+        "indexer_target": narrow, "indexer_loss": changes,
+    }  # fmt: skip
+    fake = FakeBackend(
+        "null",
+        {name: dataclasses.replace(reference_capability(), **kept) for name, kept in stages.items()},
+        replace=null_stages(),
+    )
+    name = "torch_dense" if request.param == "torch_dense" else "null"
+    with (
+        isolated_registry(fake.spec, installed=True),
+        use_backend(name, fallback="error", memory_budget=BUDGET, query_chunk=700),
+    ):
+        yield request.param
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("batch", "dtype", "ids_dtype", "strided"),
+    [
+        (1, torch.bfloat16, torch.int32, False),
+        (1, torch.float32, torch.int64, True),
+        (2, torch.bfloat16, torch.int32, False),
+        (2, torch.float32, torch.int64, True),
+    ],
+)
+
+
+def leaf(tensor, strided):
+    """Strided: the channels are not contiguous, so every row has to be copied."""
+    if strided:
+        tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return tensor.detach().requires_grad_()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kind", ["absorbed", "gqa"])
+def test_attention(backend, kind, batch, dtype, ids_dtype, strided):
+    rows = SIZE // batch
+    query = leaf(make.normal(rows, batch, HEADS, CHANNELS, dtype=dtype), strided)
+    ids = make.ids(batch, rows, WIDTH, rows, dtype=ids_dtype)
+    length = torch.full((batch, rows), WIDTH)
+    if kind == "absorbed":
+        leaves = [query, leaf(make.normal(rows, batch, 1, CHANNELS, seed=1, dtype=dtype), False)]
+
+        def forward():
+            return run_fused_absorbed_sparse_attention(
+                None, *leaves, ids, 0.1, VALUES, length, return_lse=True
+            )
+    else:
+        leaves = [
+            query,
+            *(
+                leaf(make.normal(rows, batch, 4, size, seed=1, dtype=dtype), strided)
+                for size in (CHANNELS, VALUES)
+            ),
+        ]
+
+        def forward():
+            return run_fused_gqa_sparse_attention(None, *leaves, ids, 0.1, length, return_lse=True)
+
+    out, _ = within(forward)
+    dout = torch.ones((), dtype=dtype).expand(out.shape) if strided else torch.ones_like(out)
+    within(lambda: torch.autograd.grad(out, leaves, dout))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("debug_checks", [False, True])
+def test_selection(backend, batch, dtype, ids_dtype, strided, debug_checks):
+    rows = SIZE // batch
+    q = leaf(make.normal(rows, batch, 8, 32, dtype=dtype), strided)
+    k, w = make.normal(rows, batch, 32, seed=1, dtype=dtype), make.normal(rows, batch, 8, seed=2, dtype=dtype)
+    with use_backend(debug_checks=debug_checks):
+        within(lambda: run_fused_qk_topk(None, q, k, w, WIDTH))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("sparse", [True, False])
+def test_loss(backend, batch, dtype, ids_dtype, strided, sparse):
+    rows = SIZE // batch
+    leaves = [
+        leaf(make.normal(rows, batch, 8, 32, dtype=dtype), strided),
+        make.normal(rows, batch, 32, seed=1, dtype=dtype, grad=True),
+        make.normal(rows, batch, 8, seed=2, dtype=dtype, grad=True),
+    ]
+    query = leaf(make.normal(rows, batch, HEADS, CHANNELS, seed=3, dtype=dtype), strided).detach()
+    key = make.normal(rows, batch, 1, CHANNELS, seed=4, dtype=dtype)
+    valid = torch.ones(batch, rows, dtype=torch.bool)
+
+    def run():
+        return run_fused_qk_topk_with_loss(
+            None,
+            *leaves,
+            WIDTH,
+            None,
+            None,
+            None,
+            query,
+            key,
+            0.1,
+            1.0,
+            query_valid_rows=valid,
+            sparse_loss=sparse,
+        )
+
+    def kept(result):
+        # The gradients are made in the forward and saved in the accumulation type.
+        return [*result, *(torch.empty(tensor.shape, dtype=accumulation_dtype(dtype)) for tensor in leaves)]
+
+    within(run, kept)
+
+
+def small_calls():
+    query, key = make.normal(4, 1, 2, 8), make.normal(9, 1, 1, 8, seed=1)
+    q, k, w = make.normal(4, 1, 2, 8), make.normal(9, 1, 8, seed=1), make.normal(4, 1, 2, seed=2)
+    ids = make.ids(1, 4, 3, 9)
+    return {
+        "attention_forward": lambda: run_fused_absorbed_sparse_attention(None, query, key, ids, 0.1, 4),
+        "gqa_forward": lambda: run_fused_gqa_sparse_attention(None, query, key, key, ids, 0.1),
+        "indexer_topk": lambda: run_fused_qk_topk(None, q, k, w, 3),
+    }
+
+
+@pytest.mark.parametrize("stage", small_calls())
+def test_a_budget_too_small_for_one_row_names_the_bytes_that_would_do(stage):
+    call = small_calls()[stage]
+    with use_backend("torch_dense", memory_budget=10), pytest.raises(ConfigError) as caught:
+        call()
+    text = str(caught.value)
+    assert f"memory_budget: got 10 bytes, but one row of {stage} on torch_dense needs" in text
+    needed = int(text.rpartition("memory_budget to at least ")[2].rstrip("."))
+    with use_backend("torch_dense", memory_budget=needed - 1), pytest.raises(ConfigError):
+        call()
+    with use_backend("torch_dense", memory_budget=needed), recorded_plans() as plans:
+        call()
+    assert plans[0].chunk == 1
+
+
+def test_a_backward_that_does_not_fit_says_so():
+    query, key = make.normal(4, 1, 2, 8, grad=True), make.normal(9, 1, 1, 8, seed=1)
+    for budget in range(100, 20_000, 100):
+        with use_backend("torch_dense", memory_budget=budget):
+            try:
+                out = run_fused_absorbed_sparse_attention(None, query, key, make.ids(1, 4, 3, 9), 0.1, 4)
+            except ConfigError:
+                continue
+            with pytest.raises(ConfigError, match="one row of attention_backward on torch_dense needs"):
+                out.sum().backward()
+            return
+    raise AssertionError("no budget served the forward")
