@@ -47,20 +47,22 @@ def check_accepted(spec: BackendSpec, stage: Stage, case: Accepted, device: torc
         )
     if not case.runs:
         return
+    claim = f"{case.label} is declared, but"
     strict = dsa.use_backend({stage: spec.name}, fallback="error", deterministic=case.call.deterministic)
     try:
         with strict, assert_backend_ran(spec.name, stage):
-            _RUN[stage](spec, stage, case.call, device)
-    except ConformanceError as error:
-        raise ConformanceError(f"{case.label} is declared, but the answer is wrong: {error}") from error
-    except NoBackendError as error:
-        raise ConformanceError(f"{case.label} is declared, but was not served: {error}") from error
+            try:
+                _RUN[stage](spec, stage, case.call, device)
+            except ConformanceError as error:
+                raise ConformanceError(f"{claim} the answer is wrong: {error}") from error
+            except NoBackendError as error:
+                raise ConformanceError(f"{claim} was not served: {error}") from error
+            except Exception as error:
+                raise ConformanceError(f"{claim} the call raised {type(error).__name__}: {error}") from error
+    except ConformanceError:
+        raise
     except AssertionError as error:
-        raise ConformanceError(f"{case.label} is declared, but did not run here: {error}") from error
-    except Exception as error:
-        raise ConformanceError(
-            f"{case.label} is declared, but the call raised {type(error).__name__}: {error}"
-        ) from error
+        raise ConformanceError(f"{claim} did not run here: {error}") from error
 
 
 def check_declined(spec: BackendSpec, stage: Stage, case: Declined) -> None:

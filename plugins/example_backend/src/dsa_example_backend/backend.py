@@ -6,7 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsa_dispatch import BackendSpec, Capability, Heads, IndexWidth, RowLayout, StageOptions, StageSpec, hookimpl
+from dsa_dispatch import (
+    BackendSpec,
+    CallSpec,
+    Capability,
+    Heads,
+    IndexWidth,
+    RowLayout,
+    Scratch,
+    StageOptions,
+    StageSpec,
+    hookimpl,
+)
+
+
+def _scratch(call: CallSpec) -> Scratch:
+    """Bytes a row needs beside its result: the core makes its chunks small enough for them."""
+    gathered = 3 * call.width * call.qk_channels * 4
+    return Scratch(per_row=(("gathered keys", gathered), ("scores", 4 * call.heads * call.width * 4)))
+
 
 SPEC = BackendSpec(
     name="example",
@@ -21,6 +39,7 @@ SPEC = BackendSpec(
                 width=IndexWidth(maximum=4096),
                 index_form="any",
                 deterministic=False,
+                scratch=_scratch,
             ),
             f"{__name__}:attention_forward",
         )
