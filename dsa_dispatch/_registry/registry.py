@@ -214,15 +214,22 @@ def _load_plugin(snapshot: Snapshot, point: EntryPoint) -> Snapshot:
         plugin = point.load()
         step = "register"
         manager.register(plugin, name=point.name)
-        step = "dsa_dispatch_backends"
         manager.check_pending()
-        if not manager.get_hookcallers(plugin):
+        callers = manager.get_hookcallers(plugin) or []
+        if not callers:
             raise PluginError(
                 f"{point.value} implements no hook of dsa_dispatch; decorate dsa_dispatch_backends() with "
                 f"dsa_dispatch.hookimpl"
             )
+        step = "dsa_dispatch_backends"
         others = [other for other in manager.get_plugins() if other is not plugin]
-        for result in manager.subset_hook_caller("dsa_dispatch_backends", others)():
+        results = manager.subset_hook_caller("dsa_dispatch_backends", others)()
+        implemented = any(caller.name == "dsa_dispatch_backends" for caller in callers)
+        if implemented and not results:
+            raise PluginError(
+                f"dsa_dispatch_backends() of {point.value} returned None; return a list of BackendSpec"
+            )
+        for result in results:
             specs.extend(result)
     except Exception as error:
         failed(step, error)

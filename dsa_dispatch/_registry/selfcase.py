@@ -15,9 +15,9 @@ from dsa_dispatch._stages import Stage
 
 FLOATS: Final = ("float32", "float64", "float16", "bfloat16")
 """In the order in which the CPU prefers them."""
-SLOTS: Final = (((0, 2), 1), ((1, 1), 2), ((-1, 1), 2), ((-1, -1), 2))
+SLOTS: Final = (((0, 2), 1), ((1, 1), 2), ((-1, 1), 2), ((-1, -1), 2), ((2, 1), 2))
 """Ids and length of a row: row 0 ends before a valid id, rows 1 and 2 share key 1 (row 1 twice, row 2 after a hole),
-row 3 is empty."""
+row 3 is empty, and row 4 has two keys to tell apart: every other row's gradient of the query is 0."""
 
 
 class SelfTestError(Exception):
@@ -73,7 +73,7 @@ def make_case(
     kv_heads = smallest("count of key heads", capability.kv_heads.runs) if grouped else 1
     heads = smallest("count of heads", lambda count: capability.heads.runs(count) and count % kv_heads == 0)
     channels, v_channels = _channels(capability)
-    rows, keys = (48, 96) if large else (4, 3)
+    rows, keys = (48, 96) if large else (len(SLOTS), 3)
     width = smallest("index width", lambda size: capability.width.fit(size) == size, 24 if large else 2)
     generator = torch.Generator().manual_seed(2051)
 
@@ -129,7 +129,7 @@ def row_bounds(layout: RowLayout, generator: torch.Generator | None) -> tuple[Te
     if layout.bounds == "causal":
         return torch.zeros(rows, dtype=torch.int64), (torch.arange(rows) + keys - rows + 1).clamp(min=0)
     if generator is None:
-        return torch.tensor([0, 0, 1, 2]), torch.tensor([1, keys, keys, 2])
+        return torch.tensor([0, 0, 1, 2, 0]), torch.tensor([1, keys, keys, 2, 2])
     starts = torch.randint(0, keys // 2, (rows,), generator=generator)
     return starts, starts + torch.randint(0, keys // 2, (rows,), generator=generator)
 

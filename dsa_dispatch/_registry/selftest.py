@@ -1,6 +1,6 @@
 """A stage against dense formulas in fp64: tiny before it is trusted, larger for `dsa-dispatch check`.
 
-The tiny case is four rows over three keys, in the smallest shapes that the capability declares, with a shared key, an
+The tiny case is five rows over three keys, in the smallest shapes that the capability declares, with a shared key, an
 empty row, a hole, a valid id past its row's length, accumulators that are not empty, a tie at the cut, and a row whose
 lse tells its base: each has been wrong in a published kernel. Its tolerances only tell right from wrong.
 """

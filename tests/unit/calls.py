@@ -59,9 +59,7 @@ def arguments(operation, grad=False):
     }
 
 
-REQUEST = Request(
-    "attention", "run_fused_absorbed_sparse_attention", v_channels=4, bounds="ranges"
-).text()
+REQUEST = Request("attention", "run_fused_absorbed_sparse_attention", v_channels=4, bounds="ranges").text()
 
 
 def plan_attention(config=None, grad=False, **sizes):

@@ -272,7 +272,9 @@ CASES = {
     ),
     "extra check": (
         Capability(
-            extra_check=lambda call: Decline(DeclineCode.EXTRA_CHECK, "rows", str(call.rows), "multiples of 5")
+            extra_check=lambda call: Decline(
+                DeclineCode.EXTRA_CHECK, "rows", str(call.rows), "multiples of 5"
+            )
         ),
         "attention_forward",
         CALL,
@@ -422,13 +424,23 @@ def test_legalization_reads_as_steps_with_its_cost():
 any_capability = st.builds(
     Capability,
     heads=st.sampled_from(
-        [Heads(), Heads(values=frozenset({2, 64})), Heads(values=frozenset({4, 64}), pad=True), Heads(multiple_of=3)]
+        [
+            Heads(),
+            Heads(values=frozenset({2, 64})),
+            Heads(values=frozenset({4, 64}), pad=True),
+            Heads(multiple_of=3),
+        ]
     ),
     channels=st.sampled_from(
         [Channels(), Channels(multiple_of=16, pad=True), Channels(pairs=((24, 8), (40, 8)), pad=True)]
     ),
     width=st.sampled_from(
-        [IndexWidth(), IndexWidth(multiple_of=8, pad=True), IndexWidth(maximum=16), IndexWidth(power_of_two=True)]
+        [
+            IndexWidth(),
+            IndexWidth(multiple_of=8, pad=True),
+            IndexWidth(maximum=16),
+            IndexWidth(power_of_two=True),
+        ]
     ),
     index_form=st.sampled_from(["any", "holes", "prefix"]),
 )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from unit.calls import chosen, run_attention
 
 import dsa_dispatch
 from dsa_dispatch import CallSpec, DSAConfig, configure, explain, use_backend
@@ -14,7 +15,6 @@ from dsa_dispatch._policy.policy import policy_key, resolve_policy
 from dsa_dispatch._stages import STAGES
 from dsa_dispatch.errors import ConfigError, NoBackendError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
-from unit.calls import chosen, run_attention
 
 ATTENTION = CallSpec("run_fused_absorbed_sparse_attention", dtype="float32", needs_grad=frozenset({"query"}))
 
@@ -22,14 +22,20 @@ ATTENTION = CallSpec("run_fused_absorbed_sparse_attention", dtype="float32", nee
 @pytest.fixture
 def three():
     """``high`` before ``low`` before ``torch_dense``; all serve everything."""
-    backends = [FakeBackend("high", rank=2), FakeBackend("low", rank=1), FakeBackend("torch_dense", rank=-100)]
+    backends = [
+        FakeBackend("high", rank=2),
+        FakeBackend("low", rank=1),
+        FakeBackend("torch_dense", rank=-100),
+    ]
     with isolated_registry(*(backend.spec for backend in backends)):
         yield
 
 
 def order(config):
     """The candidates of the forward in the order in which they are asked."""
-    return [entry.backend for entry in explain(ATTENTION.operation, config, call=ATTENTION).stages[0].candidates]
+    return [
+        entry.backend for entry in explain(ATTENTION.operation, config, call=ATTENTION).stages[0].candidates
+    ]
 
 
 def allowed(config, stage=0):
@@ -68,7 +74,10 @@ def test_none_for_one_stage_leaves_the_others_to_auto(three):
 
 
 def test_none_without_the_reference_is_no_backend():
-    with isolated_registry(FakeBackend("fake").spec), pytest.raises(NoBackendError, match="dsa_kernel_backend=none"):
+    with (
+        isolated_registry(FakeBackend("fake").spec),
+        pytest.raises(NoBackendError, match="dsa_kernel_backend=none"),
+    ):
         run_attention({"dsa_kernel_backend": "none"})
 
 
@@ -111,8 +120,20 @@ def test_a_family_may_be_named_when_only_a_member_is_there():
 
 LAYERS = ("default", "environment", "configure()", "config", "use_backend")
 FIELDS = [
-    ("dsa_kernel_backend", "DSA_KERNEL_BACKEND", "dsa_kernel_backend[gqa_forward]", "auto", ["high", "low", "torch_dense", "high"]),
-    ("dsa_kernel_fallback", "DSA_KERNEL_FALLBACK", "dsa_kernel_fallback", "next", ["error", "next", "error", "next"]),
+    (
+        "dsa_kernel_backend",
+        "DSA_KERNEL_BACKEND",
+        "dsa_kernel_backend[gqa_forward]",
+        "auto",
+        ["high", "low", "torch_dense", "high"],
+    ),
+    (
+        "dsa_kernel_fallback",
+        "DSA_KERNEL_FALLBACK",
+        "dsa_kernel_fallback",
+        "next",
+        ["error", "next", "error", "next"],
+    ),
     ("deterministic", "DSA_KERNEL_DETERMINISTIC", "deterministic", "False", ["1", "0", "1", "0"]),
     ("memory_budget", "DSA_KERNEL_MEMORY_BUDGET", "memory_budget", "None", ["1", "2", "3", "4"]),
     ("query_chunk", "DSA_KERNEL_QUERY_CHUNK", "query_chunk", "auto", ["1", "2", "3", "4"]),
@@ -120,7 +141,9 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("field", "variable", "shown", "default", "values"), FIELDS, ids=[case[0] for case in FIELDS])
+@pytest.mark.parametrize(
+    ("field", "variable", "shown", "default", "values"), FIELDS, ids=[case[0] for case in FIELDS]
+)
 @pytest.mark.parametrize("strongest", range(5), ids=LAYERS)
 def test_the_nearest_layer_wins_field_by_field_and_is_named(
     three, monkeypatch, field, variable, shown, default, values, strongest
@@ -144,7 +167,9 @@ def test_the_nearest_layer_wins_field_by_field_and_is_named(
         assert source not in LAYERS[1:]
     else:
         assert (value, source) == (parsed[strongest - 1], LAYERS[strongest])
-    others = {name: source for name, (_, source) in settings.items() if not name.startswith(shown.partition("[")[0])}
+    others = {
+        name: source for name, (_, source) in settings.items() if not name.startswith(shown.partition("[")[0])
+    }
     assert not set(others.values()) & set(LAYERS[1:])
 
 
@@ -280,7 +305,7 @@ def test_use_fused_dsa_kernels_is_false_for_an_unfused_host_and_under_none(three
     assert not fused(SimpleNamespace(attention_backend="unfused", dsa_kernel_backend="low"))
     assert fused(SimpleNamespace(attention_backend="flash", dsa_kernel_backend="low"))
     assert not fused({"dsa_kernel_backend": "none"})
-    assert fused({"dsa_kernel_backend": {stage: "none" for stage in STAGES[1:]}})
+    assert fused({"dsa_kernel_backend": dict.fromkeys(STAGES[1:], "none")})
     with use_backend("none"):
         assert not fused(None)
 

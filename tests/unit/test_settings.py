@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.calls import chosen, run_attention
 
 import dsa_dispatch
 from dsa_dispatch import DSAConfig
@@ -16,7 +17,6 @@ from dsa_dispatch._runtime import Runtime, swapped
 from dsa_dispatch._stages import STAGES
 from dsa_dispatch.errors import ConfigError, UnknownBackendError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
-from unit.calls import chosen, run_attention
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,10 @@ from unit.calls import chosen, run_attention
             "dsa_kernel_backend:indexer_topk=none;attention_forward=a,b",
         ),
         ({"dsa_kernel_backend": "attention_forward=a,b"}, "dsa_kernel_backend:attention_forward=a,b"),
-        ({"dsa_kernel_fallback": "error", "deterministic": "on"}, "dsa_kernel_fallback:error|deterministic:True"),
+        (
+            {"dsa_kernel_fallback": "error", "deterministic": "on"},
+            "dsa_kernel_fallback:error|deterministic:True",
+        ),
         ({"memory_budget": "1.5KiB", "query_chunk": "128"}, "memory_budget:1536|query_chunk:128"),
         ({"memory_budget": "2 GB", "query_chunk": "off"}, "memory_budget:2000000000|query_chunk:off"),
         ({"profile": "none", "debug_checks": 0}, "profile:none|debug_checks:False"),
@@ -139,7 +142,9 @@ def test_an_unknown_backend_is_named_with_the_known_and_the_nearest(registry):
         lambda: dsa_dispatch.use_backend("nobody").__enter__(),
         lambda: run_attention(SimpleNamespace(dsa_kernel_backend="nobody")),
         lambda: dsa_dispatch.use_fused_dsa_kernels(SimpleNamespace(dsa_kernel_backend="nobody")),
-        lambda: dsa_dispatch.explain("run_fused_qk_topk", call=dsa_dispatch.CallSpec("x"), config={"dsa_kernel_backend": "nobody"}),
+        lambda: dsa_dispatch.explain(
+            "run_fused_qk_topk", call=dsa_dispatch.CallSpec("x"), config={"dsa_kernel_backend": "nobody"}
+        ),
     ],
     ids=["configure", "use_backend", "foreign config", "use_fused_dsa_kernels", "explain"],
 )
@@ -166,9 +171,18 @@ def test_a_config_of_a_strange_type_says_what_is_taken():
         SimpleNamespace(dsa_kernel_backend="one", dsa_kernel_fallback="error"),
         SimpleNamespace(dsa_kernel_backend=["one"], other="ignored"),
         SimpleNamespace(dsa_kernel_backend=("one", "two")),
-        SimpleNamespace(dsa_kernel_backend={"attention_forward": "one"}, deterministic="is another framework's"),
+        SimpleNamespace(
+            dsa_kernel_backend={"attention_forward": "one"}, deterministic="is another framework's"
+        ),
     ],
-    ids=["mapping", "DSAConfig", "object", "object with a list", "object with a tuple", "object with a mapping"],
+    ids=[
+        "mapping",
+        "DSAConfig",
+        "object",
+        "object with a list",
+        "object with a tuple",
+        "object with a mapping",
+    ],
 )
 def test_every_form_of_config_is_read(config):
     one, two = FakeBackend("one"), FakeBackend("two", rank=1)
