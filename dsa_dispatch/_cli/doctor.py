@@ -3,6 +3,9 @@ backend."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import torch
@@ -10,10 +13,16 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from dsa_dispatch._call import CallSpec
+from dsa_dispatch._decline import DeclineCode
 from dsa_dispatch._dispatch.device import device_info
+from dsa_dispatch._dispatch.explain import explain_call
 from dsa_dispatch._policy.environment import VARIABLES, reject_unknown_variables
 from dsa_dispatch._registry.availability import installation_declines, probe
-from dsa_dispatch._runtime import current
+from dsa_dispatch._registry.hooks import ENTRY_POINT_GROUP
+from dsa_dispatch._registry.registry import PluginFailure, Registered
+from dsa_dispatch._runtime import Runtime, current
+from dsa_dispatch.errors import PluginError
 
 
 def available_devices() -> tuple[torch.device, ...]:
@@ -25,11 +34,12 @@ def available_devices() -> tuple[torch.device, ...]:
 def doctor(
     tracebacks: Annotated[bool, typer.Option(help="Show the tracebacks of failures.")] = True,
 ) -> None:
-    """Import and self-test every stage of every backend on every device, and report plugins that failed to load."""
+    """Import and self-test every stage of every backend on every device; report plugins that failed to load, and hooks
+    that fail on a sample call. Exit status 1 when a plugin cannot be used."""
     console = Console(soft_wrap=True)
     runtime = current()
     reject_unknown_variables()
-    failures = runtime.snapshot.failures
+    failures = (*runtime.snapshot.failures, *hook_failures(runtime))
     for failure in failures:
         console.print(
             f"plugin {failure.plugin!r} of {failure.distribution} failed at {failure.step}: {failure.error}",
@@ -45,13 +55,20 @@ def doctor(
         title="Import and self-test",
     )
     details: list[str] = []
+    mismatches: list[str] = []
     for entry in runtime.snapshot.ranked():
         for stage, spec in entry.spec.stages.items():
             for device in available_devices():
-                state, detail = _state(entry.spec.name, stage, device, spec.capability.devices)
+                state, detail = _state(entry, stage, device, spec.capability.devices)
                 table.add_row(entry.spec.name, stage, str(device), state)
-                details += [detail] if detail else []
+                if detail:
+                    details.append(f"{entry.spec.name} {stage} on {device}, {entry.origin}:\n{detail}")
+        mismatch = _api_mismatch(entry)
+        if mismatch:
+            mismatches.append(f"backend {entry.spec.name!r}, {entry.origin}: {mismatch}")
     console.print(table)
+    for mismatch in mismatches:
+        console.print(mismatch, markup=False)
     if tracebacks:
         for detail in dict.fromkeys(details):
             console.print(detail, markup=False)
@@ -60,14 +77,53 @@ def doctor(
         capability = f", compute capability {info.compute_capability}" if info.compute_capability else ""
         console.print(f"{device}: {info.name}{capability}, {info.total_memory / 2**30:.1f} GiB", markup=False)
     console.print(f"torch {torch.__version__}; environment variables read: {', '.join(VARIABLES)}")
-    if failures:
+    if failures or mismatches:
         raise typer.Exit(1)
 
 
-def _state(name: str, stage: str, device: torch.device, devices: frozenset[str] | None) -> tuple[str, str]:
+def hook_failures(runtime: Runtime) -> Iterator[PluginFailure]:
+    """Call every policy and observer hook once, each by itself, with a sample call: dispatch itself passes over one
+    that raises, and says so in the log only."""
+    manager = runtime.snapshot.plugins
+    call = CallSpec("run_fused_qk_topk")
+    order = tuple(entry.spec.name for entry in runtime.snapshot.ranked())
+    distributions = {
+        point.name: point.dist.name
+        for point in entry_points(group=ENTRY_POINT_GROUP)
+        if point.dist is not None
+    }
+    for plugin in manager.get_plugins():
+        others = [other for other in manager.get_plugins() if other is not plugin]
+        name = manager.get_name(plugin) or repr(plugin)
+        for hook, arguments in (
+            ("dsa_dispatch_order", {"call": call, "candidates": order}),
+            ("dsa_dispatch_on_decision", {"decision": explain_call(call)}),
+        ):
+            try:
+                result = manager.subset_hook_caller(hook, others)(**arguments)
+                if hook == "dsa_dispatch_order" and result is not None and sorted(result) != sorted(order):
+                    raise PluginError(f"{hook} returned {result!r}, not a permutation of {order!r}")
+            except Exception as error:
+                yield PluginFailure(
+                    name,
+                    distributions.get(name, "this process"),
+                    hook,
+                    f"{type(error).__name__}: {error}",
+                    "".join(traceback.format_exception(error)),
+                )
+
+
+def _api_mismatch(entry: Registered) -> str:
+    declines = installation_declines(entry.spec, next(iter(entry.spec.stages)))
+    return "; ".join(str(decline) for decline in declines if decline.code == DeclineCode.API_MISMATCH)
+
+
+def _state(
+    entry: Registered, stage: str, device: torch.device, devices: frozenset[str] | None
+) -> tuple[str, str]:
     """What to print in the table, and a traceback where there is one."""
     runtime = current()
-    spec = runtime.snapshot.backends[name].spec
+    spec = entry.spec
     missing = installation_declines(spec, stage)  # type: ignore[arg-type]  # the key of the spec's own mapping
     if missing:
         return "; ".join(str(decline) for decline in missing), ""
