@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,7 +13,7 @@ from dsa_dispatch._dispatch.decide import decide, needed_stages
 from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.recording import recording
-from dsa_dispatch._dispatch.table import INPUT_NAMES, policy_of
+from dsa_dispatch._dispatch.table import policy_of
 from dsa_dispatch._policy.config import explicit_text
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import OPERATION_GROUPS, Group
@@ -34,17 +34,25 @@ def explain_operation(
 
 
 def _widest(decisions: list[Decision]) -> CallSpec:
-    """One call that holds the fields of all decisions of an operation; attention sizes come from the attention's
-    own."""
-    call = decisions[0].call
-    for decision in decisions[1:]:
+    """One call that holds the fields of all decisions of an operation, so that ``explain_call`` says the same of it.
+
+    The last decision is the indexer's where there is one: its rows have bounds and a layout, an attention's have ids.
+    """
+    call = decisions[-1].call
+    for decision in decisions[:-1]:
+        other = decision.call
         changed = {
-            field.name: getattr(decision.call, field.name)
-            for field in dataclasses.fields(CallSpec)
-            if getattr(decision.call, field.name) != field.default
-            and getattr(call, field.name) in (field.default, frozenset())
+            name: getattr(other, name)
+            for name in _FIELDS["attention"]
+            if getattr(call, name) == _DEFAULTS[name]
         }
-        call = dataclasses.replace(call, **changed)
+        call = dataclasses.replace(
+            call,
+            **changed,
+            teacher_dtype=call.teacher_dtype or (other.dtype if other.dtype != call.dtype else ""),
+            extras=call.extras | other.extras,
+            needs_grad=call.needs_grad | other.needs_grad,
+        )
     return call
 
 
@@ -77,12 +85,40 @@ def explain_call(call: CallSpec, device: DeviceInfo | None = None, config: objec
     )
 
 
+_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(CallSpec)}
+_INDEXER: Final = (
+    *("width", "index_heads", "index_channels", "weights_dtype"),
+    *("use_relu", "sparse_loss", "bounds", "layout", "context_parallel"),
+)
+_FIELDS: Final[dict[Group, tuple[str, ...]]] = {
+    "topk": _INDEXER,
+    "loss": (*_INDEXER, "heads", "qk_channels", "teacher_dtype"),
+    "attention": ("width", "heads", "qk_channels", "v_channels", "index_dtype"),
+    "gqa": ("width", "heads", "kv_heads", "qk_channels", "v_channels", "index_dtype"),
+}
+"""The fields that the calls of one group set beside those that every call has."""
+_COMMON: Final = frozenset(
+    {"operation", "device", "dtype", "batch", "rows", "keys", "extras", "deterministic", "capturing"}
+)
+
+
 def _call_of_group(group: Group, call: CallSpec) -> CallSpec:
-    """The call as the operation itself would put it for one group: only gradients of the group's own inputs count."""
-    needs_grad = () if group == "topk" else call.needs_grad.intersection(INPUT_NAMES[group])
+    """The call as the operation itself would put it for one group."""
+    kept = {name: getattr(call, name) for name in (*_COMMON, *_FIELDS[group])}
+    teacher = call.teacher_dtype or call.dtype
     if group == "loss":
-        needs_grad = frozenset(needs_grad) - {"query", "key"}
-    return dataclasses.replace(call, needs_grad=frozenset(needs_grad))
+        kept["teacher_dtype"] = teacher
+    if group in ("attention", "gqa"):
+        kept |= {"bounds": "ranges", "dtype": teacher}
+    return CallSpec(**kept, needs_grad=call.needs_grad.intersection(_DIFFERENTIABLE[group]))
+
+
+_DIFFERENTIABLE: Final[dict[Group, tuple[str, ...]]] = {
+    "topk": (),
+    "loss": ("q", "k", "weights"),
+    "attention": ("query", "key"),
+    "gqa": ("query", "key", "value"),
+}
 
 
 def _real_device(kind: str) -> torch.device | None:

@@ -1,0 +1,324 @@
+"""``explain`` says what runs, for generated registries, policies and calls, and leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.calls import arguments, attention, run_attention
+
+import dsa_dispatch
+from dsa_dispatch import (
+    CallSpec,
+    Channels,
+    Decline,
+    DeclineCode,
+    DeviceInfo,
+    Heads,
+    IndexWidth,
+    Requirement,
+    StageSpec,
+    explain,
+    use_backend,
+)
+from dsa_dispatch._operations.public import OPERATIONS
+from dsa_dispatch._stages import GROUP_STAGES, OPERATION_GROUPS, STAGES
+from dsa_dispatch.errors import InvalidInputError, NoBackendError
+from dsa_dispatch.testing import FakeBackend, isolated_registry
+
+HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0), 1 << 37, 232448)
+
+
+def odd_rows_only(call):
+    return None if call.rows % 2 else Decline(DeclineCode.EXTRA_CHECK, "rows", str(call.rows), "odd numbers")
+
+
+narrowings = st.fixed_dictionaries(
+    {},
+    optional={
+        "heads": st.sampled_from(
+            [Heads(values=frozenset({2})), Heads(minimum=4, pad=True), Heads(maximum=1)]
+        ),
+        "channels": st.sampled_from([Channels(multiple_of=8, pad=True), Channels(maximum=4)]),
+        "width": st.sampled_from([IndexWidth(multiple_of=4, pad=True), IndexWidth(multiple_of=3)]),
+        "index_form": st.sampled_from(["any", "prefix"]),
+        "dtypes": st.just(frozenset({"bfloat16"})),
+        "deterministic": st.booleans(),
+        "partial_gradients": st.booleans(),
+        "bounds": st.just(frozenset({"causal"})),
+        "max_rows": st.sampled_from([2, 3, 4]),
+        "max_elements": st.sampled_from([20, 40, 60]),
+        "extra_check": st.just(odd_rows_only),
+    },
+)
+FAULTS = st.sampled_from([None] * 6 + ["missing", "api", "import", "self-test"])
+
+
+@st.composite
+def fakes(draw, name):
+    stages = draw(st.lists(st.sampled_from(STAGES), min_size=1, unique=True) | st.just(list(STAGES)))
+    fault = draw(FAULTS)
+    fake = FakeBackend(
+        name,
+        stages,
+        rank=draw(st.integers(0, 2)),
+        packages=(Requirement("no-such-dist", "no_such_module"),) if fault == "missing" else (),
+        families=draw(st.sampled_from([(), ("family",)])),
+        self_test=fault == "self-test",
+        raises=RuntimeError("wrong") if fault == "self-test" else None,
+        **draw(narrowings),
+    )
+    if fault == "api":
+        fake.spec = dataclasses.replace(fake.spec, api_version=2)
+    if fault == "import":
+        broken = {
+            stage: StageSpec(spec.capability, "math:nothing") for stage, spec in fake.spec.stages.items()
+        }
+        fake.spec = dataclasses.replace(fake.spec, stages=broken)
+    return fake
+
+
+registries = st.tuples(fakes("a"), fakes("b"), fakes("c"), fakes("torch_dense"))
+known = st.lists(st.sampled_from(["a", "b", "c", "torch_dense"]), min_size=1, max_size=3, unique=True)
+choices = known | st.sampled_from(["auto", "none"])
+policies = st.fixed_dictionaries(
+    {},
+    optional={
+        "dsa_kernel_backend": choices | st.dictionaries(st.sampled_from(STAGES), choices, min_size=1),
+        "dsa_kernel_fallback": st.sampled_from(["next", "error"]),
+        "deterministic": st.booleans(),
+    },
+)
+
+
+def call_of(operation, grads, config):
+    """Arguments with gradients wanted of the inputs whose place is in ``grads``, and ``config`` in its place."""
+    positional, keywords = arguments(operation)
+    tensors = [value for value in (*positional, *keywords.values()) if torch.is_tensor(value)]
+    for place, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and place in grads:
+            tensor.requires_grad_()
+    if keywords:
+        return (), {**keywords, "config": config}
+    return (config, *positional[1:]), keywords
+
+
+def run(operation, positional, keywords):
+    """Forward and, where something needs it, backward."""
+    result = OPERATIONS[operation](*positional, **keywords)
+    results = result if isinstance(result, tuple) else (result,)
+    total = sum(part.sum() for part in results if part.requires_grad)
+    if torch.is_tensor(total):
+        total.backward()
+
+
+@settings(max_examples=250)
+@given(
+    registries,
+    policies,
+    policies,
+    st.sampled_from(list(OPERATIONS)),
+    st.frozensets(st.integers(0, 6), max_size=7),
+)
+def test_explain_and_what_ran_agree_always(backends, outer, config, operation, grads):
+    with isolated_registry(*(fake.spec for fake in backends)) as runtime:
+        names = {
+            "dsa_kernel_backend": "backend",
+            "dsa_kernel_fallback": "fallback",
+            "deterministic": "deterministic",
+        }
+        with use_backend(**{names[name]: value for name, value in outer.items()}):
+            positional, keywords = call_of(operation, grads, config)
+            said = explain(operation, *positional, **keywords)
+            assert not runtime.plans
+            assert not runtime.counters
+            assert not runtime.warned
+            assert not any(fake.calls for fake in backends if not fake.spec.self_test)
+            try:
+                run(operation, positional, keywords)
+            except NoBackendError as error:
+                assert not said.served
+                missing = [stage for stage, backend in error.decision.backends().items() if backend is None]
+                assert missing
+                for stage in error.decision.stages:
+                    (same,) = [entry for entry in said.stages if entry.stage == stage.stage]
+                    assert same == stage
+                assert not dsa_dispatch.stats().runs
+                return
+            ran = {stage: list(dsa_dispatch.stats().ran(stage)) for stage in STAGES}
+            assert said.served
+            assert ran == {
+                stage: [said.backends()[stage]] if said.backends().get(stage) else [] for stage in STAGES
+            }
+            assert explain(operation, *positional, **keywords) == said
+            by_data = explain(operation, call=said.call, config=config)
+            for stage, backend in said.backends().items():
+                assert by_data.backends()[stage] == backend
+
+
+@settings(max_examples=100)
+@given(registries, policies, st.sampled_from(list(OPERATIONS)))
+def test_who_serves_has_no_reason_not_to_and_who_does_not_has_one(backends, config, operation):
+    with isolated_registry(*(fake.spec for fake in backends)):
+        positional, keywords = call_of(operation, {0, 1}, config)
+        for stage in explain(operation, *positional, **keywords).stages:
+            assert len(stage.candidates) == len(backends)
+            for candidate in stage.candidates:
+                assert bool(candidate.declines) is (candidate.status == "declined")
+                assert bool(candidate.legalization) is (candidate.status != "declined")
+            asked = [candidate.status for candidate in stage.candidates if candidate.status != "declined"]
+            assert asked == ["chosen"] * bool(asked) + ["not needed"] * (len(asked) - 1)
+
+
+@pytest.mark.parametrize("operation", list(OPERATIONS))
+def test_every_operation_is_explained_by_its_arguments_and_by_data(registry, operation):
+    positional, keywords = arguments(operation, grad=True)
+    said = explain(operation, *positional, **keywords)
+    assert said.served
+    expected = {
+        stage: "torch_dense" for group in OPERATION_GROUPS[operation] for stage in GROUP_STAGES[group]
+    }
+    assert said.backends() == expected
+    assert said.call.operation == operation
+    by_data = explain(operation, call=said.call)
+    assert by_data.backends() == expected
+
+
+def test_explain_warns_of_nothing_and_raises_no_missing_backend(registry, caplog):
+    with isolated_registry(FakeBackend("narrow", heads=Heads(minimum=64)).spec, FakeBackend("other").spec):
+        with use_backend("narrow"):
+            said = explain("run_fused_absorbed_sparse_attention", None, *attention())
+            assert said.backends() == {"attention_forward": "other"}
+        with use_backend("narrow", fallback="error"):
+            said = explain("run_fused_absorbed_sparse_attention", None, *attention())
+            assert said.backends() == {"attention_forward": None}
+    assert not caplog.records
+
+
+def test_explain_raises_what_the_operation_raises_on_bad_input(registry):
+    query, key, indices, *_ = attention()
+    with pytest.raises(InvalidInputError) as explained:
+        explain("run_fused_absorbed_sparse_attention", None, query, key, indices, None, 4)
+    with pytest.raises(InvalidInputError) as ran:
+        dsa_dispatch.run_fused_absorbed_sparse_attention(None, query, key, indices, None, 4)
+    assert str(explained.value) == str(ran.value)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"call": CallSpec("")}])
+def test_an_unknown_operation_is_named_with_the_known(registry, keywords):
+    with pytest.raises(InvalidInputError) as caught:
+        explain("run_fused_attention", **keywords)
+    assert "explain: unknown operation 'run_fused_attention'; known: run_fused_qk_topk, " in str(caught.value)
+
+
+def test_hypothetical_hardware_is_judged_by_data_alone():
+    gpu = FakeBackend(
+        "gpu", devices=frozenset({"cuda"}), compute_capabilities=(((9, 0), (10, 0)),), self_test=True
+    )
+    call = CallSpec("run_fused_dsa_attention", needs_grad=frozenset({"query"}))
+    with isolated_registry(gpu.spec) as runtime:
+        assert set(explain(call.operation, call=call, device=HOPPER).backends().values()) == {"gpu"}
+        newer = dataclasses.replace(HOPPER, compute_capability=(10, 0))
+        assert set(explain(call.operation, call=call, device=newer).backends().values()) == {None}
+        assert set(explain(call.operation, call=call).backends().values()) == {None}
+        assert not runtime.availability
+    assert not gpu.calls
+
+
+def test_a_device_that_is_not_here_is_unknown_and_not_touched():
+    gpu = FakeBackend("gpu", devices=frozenset({"cuda"}), compute_capabilities=(((9, 0), (10, 0)),))
+    with isolated_registry(gpu.spec):
+        call = CallSpec("run_fused_qk_topk", device="cuda" if not torch.cuda.is_available() else "xpu")
+        text = explain(call.operation, call=call).to_text()
+    assert "COMPUTE_CAPABILITY device: got unknown" in text or "DEVICE device: got xpu" in text
+
+
+@pytest.mark.parametrize(
+    ("needs_grad", "backward"),
+    [({"query"}, True), ({"key"}, True), ({"weights"}, False), ({"up_v_weight"}, False), (set(), False)],
+)
+def test_only_the_gradients_of_its_own_inputs_ask_for_a_backward(registry, needs_grad, backward):
+    call = CallSpec("run_fused_dsa_attention", needs_grad=frozenset(needs_grad))
+    assert ("attention_backward" in explain(call.operation, call=call).backends()) is backward
+
+
+def test_deterministic_of_the_policy_enters_the_call():
+    with isolated_registry(FakeBackend("loose", deterministic=False).spec):
+        call = CallSpec("run_fused_qk_topk")
+        assert explain(call.operation, call=call).served
+        assert not explain(call.operation, {"deterministic": True}, call=call).served
+        assert not explain(call.operation, call=dataclasses.replace(call, deterministic=True)).served
+
+
+def shown():
+    """A backend that names what really runs."""
+    fake = FakeBackend("fake", heads=Heads(values=frozenset({4}), pad=True), rank=1)
+    named = {
+        stage: dataclasses.replace(spec, provider="named_provider:what_runs")
+        for stage, spec in fake.spec.stages.items()
+    }
+    return dataclasses.replace(fake.spec, stages=named)
+
+
+@pytest.fixture
+def decision(monkeypatch):
+    module = ModuleType("named_provider")
+    module.what_runs = lambda: "kernels 1.2.3 | base 2"
+    monkeypatch.setitem(sys.modules, "named_provider", module)
+    narrow = FakeBackend("narrow", heads=Heads(maximum=1), rank=9)
+    with isolated_registry(shown(), narrow.spec, FakeBackend("third").spec):
+        with use_backend("third"):
+            run_attention()
+        yield explain("run_fused_absorbed_sparse_attention", {"dsa_kernel_fallback": "next"}, *attention())
+
+
+def test_the_text_names_everyone_with_steps_reasons_and_sources(decision):
+    assert str(decision).splitlines()[:5] == [
+        "run_fused_absorbed_sparse_attention: batch 1, rows 3, keys 5, width 2, heads 2, channels 6/4, float32, cpu",
+        "attention_forward: fake",
+        "  - narrow: HEADS query.heads: got 2, supports any count up to 1. Use tensor parallel 2 (1 heads a rank) or "
+        "another backend.",
+        "  - fake (kernels 1.2.3 | base 2): chosen, after heads 2→4 (2.00× work)",
+        "  - third: not needed",
+    ]
+    assert "  dsa_kernel_fallback = next (from config)" in str(decision).splitlines()
+
+
+def test_the_markdown_is_a_table_with_its_bars_escaped(decision):
+    lines = decision.to_markdown().splitlines()
+    assert "| stage | backend | outcome |" in lines
+    rows = [line for line in lines if line.startswith("| attention_forward |")]
+    assert [row.split(" | ")[1] for row in rows] == ["narrow", "fake", "third"]
+    assert "| dsa_kernel_fallback | next | config |" in lines
+    for line in lines:
+        if line.startswith("|"):
+            assert line.replace("\\|", "").count("|") == 4
+
+
+def test_the_json_reads_back_with_the_same_content(decision):
+    data = json.loads(decision.to_json())
+    (stage,) = data["stages"]
+    assert (stage["stage"], stage["backend"], stage["provider"]) == (
+        "attention_forward",
+        "fake",
+        "kernels 1.2.3 | base 2",
+    )
+    assert [entry["status"] for entry in stage["candidates"]] == ["declined", "chosen", "not needed"]
+    assert stage["candidates"][0]["declines"][0]["code"] == "HEADS"
+    assert stage["candidates"][1]["legalization"] == ["heads 2→4 (2.00× work)"]
+    assert data["call"]["heads"] == 2
+    assert data["device"]["type"] == "cpu"
+    assert {"name": "dsa_kernel_fallback", "value": "next", "source": "config"} in data["policy"]
+
+
+def test_who_auto_would_ask_first_is_said_when_it_is_another():
+    with isolated_registry(FakeBackend("a").spec, FakeBackend("b").spec):
+        said = explain("run_fused_absorbed_sparse_attention", {"dsa_kernel_backend": "b"}, *attention())
+    assert said.stages[0].auto_choice == "a"
+    assert "(auto would ask a first)" in said.to_text()
