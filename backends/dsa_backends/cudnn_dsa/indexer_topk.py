@@ -1,0 +1,101 @@
+"""``indexer_topk``: the frontend's scores and its selection, or both in one kernel where the GPU has that."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dsa_backends.cudnn_dsa import frontend
+from dsa_backends.cudnn_dsa.plans import PLANS, signature, workspace_of
+from dsa_backends.cudnn_dsa.segments import Segment, scores_of, segments
+from dsa_backends.flash_mla.slots import on_device, packed
+from dsa_dispatch._call import RowLayout, StageOptions
+
+LOWEST: Final = torch.finfo(torch.float32).min
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    rows: RowLayout,
+    topk: int,
+    use_relu: bool,
+    options: StageOptions,
+) -> tuple[Tensor, Tensor]:
+    """See ``dsa_dispatch._contract.IndexerTopK``. bf16, 16, 32 or 64 heads of 128 channels, even ``topk`` to 2048."""
+    dsa = frontend.load(frontend.INDEXER_TOPK)
+    q, k, w = packed(q), packed(k), packed(w)
+    indices = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
+    length = torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
+    with on_device(q):
+        for segment in segments(rows, q.shape[0]):
+            part = slice(segment.first, segment.last)
+            first = starts[part, None] - segment.key
+            last = ends[part, None] - segment.key
+            if segment.columns <= topk:
+                ids, valid = _all_of(first, last, topk)
+            else:
+                ids, valid = _best_of(dsa, q, k, w, segment, first, last, topk)
+            indices[part] = torch.where(valid, ids + segment.key, -1)
+            length[part] = valid.sum(1, dtype=torch.int32)
+    return indices, length
+
+
+def _all_of(first: Tensor, last: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Every key of the range: there is nothing to choose, and no score to ask."""
+    ids = first + torch.arange(topk, dtype=torch.int32, device=first.device)
+    return ids, ids < last
+
+
+def _best_of(
+    dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, first: Tensor, last: Tensor, topk: int
+) -> tuple[Tensor, Tensor]:
+    """Ids ``[rows, topk]`` local to the batch item, with those that count: a prefix of each row."""
+    scores = _ordered(scores_of(dsa, q, k, w, segment))
+    if not segment.causal:
+        columns = torch.arange(segment.columns, dtype=torch.int32, device=q.device)
+        scores.masked_fill_(columns < first, -torch.inf)
+    ids = _select(dsa, scores, last[:, 0].contiguous(), topk)
+    # Whatever a selection hands over, an id outside its range would be read by the attention.
+    valid = (ids >= first) & (ids < last)
+    return (ids, valid) if segment.causal else _from_the_front(ids, valid, first)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Scores whose order of bits is the contract's order, in place.
+
+    The selection ranks -0.0 below +0.0 and drops -inf, which the contract has as the last, but selectable, score.
+    """
+    return scores.clamp_(min=LOWEST).add_(0.0)
+
+
+def _select(dsa: Any, scores: Tensor, last: Tensor, topk: int) -> Tensor:
+    """Ascending ids of the best ``topk`` of the first ``last`` columns, ties to the lower id, then -1."""
+    plan = PLANS.get(
+        ("top_k", topk, signature(scores, last)),
+        lambda: dsa.IndexerTopK(scores, last, topk, return_val=False, deterministic=True),
+    )
+    ids = torch.empty(scores.shape[0], topk, dtype=torch.int32, device=scores.device)
+    plan.execute(scores, last, out_indices=ids, workspace=workspace_of(plan, scores.device))
+    return ids
+
+
+def _from_the_front(ids: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids are ascending, so those before their row's start, taken for want of others, stand in front: step over
+    them."""
+    before = ((ids >= 0) & (ids < first)).sum(1, keepdim=True)
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    source = (slots + before).clamp_(max=ids.shape[1] - 1)
+    return ids.gather(1, source), slots < valid.sum(1, keepdim=True)
+
+
+def provider() -> str:
+    """What really runs. Raises ``BackendDeclined``."""
+    frontend.load(frontend.INDEXER_TOPK)
+    return frontend.title()

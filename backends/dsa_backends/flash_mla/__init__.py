@@ -1,0 +1,1 @@
+"""FlashMLA's sparse forward, from whichever package on this machine provides a working one."""
