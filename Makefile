@@ -28,7 +28,7 @@ overhead: $(VENV)/installed-dev
 
 # Generated documentation; the tests fail while it is stale.
 docs: $(VENV)/installed
-	$(BIN)/dsa-dispatch matrix --format markdown --output docs/capabilities.md
+	$(BIN)/dsa-dispatch pages docs
 
 clean:
 	rm -rf $(VENV) build dist

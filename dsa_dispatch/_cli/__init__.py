@@ -8,7 +8,7 @@ import sys
 import typer
 from rich.console import Console
 
-from dsa_dispatch._cli import check, conformance, doctor, explain, fingerprint, listing, matrix, run
+from dsa_dispatch._cli import check, conformance, doctor, explain, fingerprint, listing, matrix, pages, run
 from dsa_dispatch.errors import DSADispatchError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("explain")(explain.explain)
 app.command("list")(listing.list_)
 app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)
+app.command("pages")(pages.write_pages)
 app.command("fingerprint")(fingerprint.fingerprint)
 
 
