@@ -43,7 +43,8 @@ def load_preset(name_or_path: str | os.PathLike[str]) -> RunConfig:
             )
     elif not path.is_file():
         raise ConfigError(
-            f"configuration file {text!r} does not exist. Give a YAML file or one of the presets: {', '.join(preset_names())}"
+            f"configuration file {text!r} does not exist. Give a YAML file or one of the presets: "
+            f"{', '.join(preset_names())}"
         )
     return read_config(path)
 

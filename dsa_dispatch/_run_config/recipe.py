@@ -22,6 +22,8 @@ class TrainingRecipe(BaseModel):
     batch: Positive
     sequence: Positive
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    indexer_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """The indexers follow a teacher that moves with ``learning_rate``; they need to be the faster ones."""
     warmup_steps: NotNegative = 0
     weight_decay: Magnitude = 0.0
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
@@ -39,6 +41,8 @@ class TrainingRecipe(BaseModel):
     """Type of the matrix products and of what the kernels get on a CUDA device; on a CPU it is float32."""
     prompt_tokens: Positive = 24
     new_tokens: Positive = 48
+    threads: Positive = 2
+    """CPU threads. Tensors this small gain nothing from more, and sums come out alike on machines of any size."""
     temperature: Magnitude = 0.7
     """0 takes the likeliest token each time."""
 

@@ -63,7 +63,7 @@ class ModelShape(BaseModel):
     mtp_layers: NotNegative = 0
     context: Positive
     ffn: Positive | None = None
-    """Channels inside the dense feed-forward block; a model preset leaves it out, since no kernel here depends on it."""
+    """Channels inside the dense feed-forward block; model presets leave it out, as no kernel here depends on it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +107,8 @@ class ModelShape(BaseModel):
             )
         if self.index_tail >= self.index_kpool:
             raise ValueError(
-                f"index_tail {self.index_tail} must be below index_kpool {self.index_kpool}: an incomplete pool has fewer keys"
+                f"index_tail {self.index_tail} must be below index_kpool {self.index_kpool}: "
+                f"an incomplete pool has fewer keys"
             )
         if self.index_width != self.index_topk + self.index_tail:
             raise ValueError(
@@ -149,7 +150,8 @@ class ModelShape(BaseModel):
         if tensor_parallel < 1 or self.heads % tensor_parallel:
             possible = [size for size in range(1, self.heads + 1) if self.heads % size == 0]
             raise ConfigError(
-                f"tensor parallel {tensor_parallel} does not divide {self.heads} heads; sizes that do: {_listed(possible)}"
+                f"tensor parallel {tensor_parallel} does not divide {self.heads} heads; "
+                f"sizes that do: {_listed(possible)}"
             )
         return self.heads // tensor_parallel
 
