@@ -7,7 +7,6 @@ micro-batches in flight at once cannot mix.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -161,7 +160,7 @@ class IndexShareSchedule:
             )
         if layer >= self.layers and self.mtp_indices == "own":
             return self.layers
-        return self.computing[bisect.bisect_right(self.computing, layer) - 1]
+        return max(source for source in self.computing if source <= layer)
 
     def sharers(self, layer: int) -> tuple[int, ...]:
         """Layers that attend with the selection of ``layer``, itself first; () when it selects nothing."""
