@@ -25,9 +25,12 @@ FORWARD = ("attention_forward",)
 
 def test_error_runs_what_is_named():
     named = FakeBackend("named")
-    with isolated_registry(named.spec, FakeBackend("better", rank=9).spec):
-        with use_backend("named", fallback="error"), assert_backend_ran("named", "attention_forward"):
-            run_attention()
+    with (
+        isolated_registry(named.spec, FakeBackend("better", rank=9).spec),
+        use_backend("named", fallback="error"),
+        assert_backend_ran("named", "attention_forward"),
+    ):
+        run_attention()
 
 
 def test_error_never_runs_another_backend():
@@ -122,9 +125,12 @@ def test_a_mapping_of_the_missing_stage_alone_is_told_to_drop_it():
 
 def test_a_list_of_which_one_has_the_stage_gets_no_mapping():
     lacking, narrow = FakeBackend("lacking", ("gqa_forward",)), FakeBackend("narrow", heads=Heads(minimum=64))
-    with isolated_registry(lacking.spec, narrow.spec, FakeBackend("other").spec):
-        with pytest.raises(NoBackendError) as caught, use_backend(["lacking", "narrow"], fallback="error"):
-            run_attention()
+    with (
+        isolated_registry(lacking.spec, narrow.spec, FakeBackend("other").spec),
+        use_backend(["lacking", "narrow"], fallback="error"),
+        pytest.raises(NoBackendError) as caught,
+    ):
+        run_attention()
     assert "Write dsa_kernel_backend=" not in str(caught.value)
     assert (
         "other could: name it for this stage (dsa_kernel_backend={'attention_forward': 'other', ...})"
@@ -135,9 +141,9 @@ def test_a_list_of_which_one_has_the_stage_gets_no_mapping():
 def test_no_backend_lists_every_backend_with_every_reason():
     narrow = FakeBackend("narrow", heads=Heads(values=frozenset({64})), dtypes=frozenset({"bfloat16"}))
     gpu = FakeBackend("gpu", devices=frozenset({"cuda"}), max_rows=1)
-    with isolated_registry(narrow.spec, gpu.spec, FakeBackend("partial", ("gqa_forward",)).spec):
-        with pytest.raises(NoBackendError) as caught:
-            run_attention()
+    partial = FakeBackend("partial", ("gqa_forward",))
+    with isolated_registry(narrow.spec, gpu.spec, partial.spec), pytest.raises(NoBackendError) as caught:
+        run_attention()
     text = str(caught.value)
     for part in (
         "no backend may serve attention_forward of this call.",
@@ -284,9 +290,12 @@ def test_a_decline_at_run_time_moves_on_and_is_said_once(caplog):
 
 def test_a_decline_at_run_time_under_error_is_no_backend():
     shy = FakeBackend("shy", declines=RUNTIME)
-    with isolated_registry(shy.spec, FakeBackend("other").spec):
-        with use_backend("shy", fallback="error"), pytest.raises(NoBackendError, match="RUNTIME workspace"):
-            run_attention()
+    with (
+        isolated_registry(shy.spec, FakeBackend("other").spec),
+        use_backend("shy", fallback="error"),
+        pytest.raises(NoBackendError, match="RUNTIME workspace"),
+    ):
+        run_attention()
 
 
 def test_moving_on_asks_for_the_limits_of_the_call_and_interns_no_plan():
