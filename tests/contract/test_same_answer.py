@@ -17,7 +17,7 @@ from dsa_dispatch import (
     stats,
     use_backend,
 )
-from dsa_dispatch.testing import assert_backend_ran
+from dsa_dispatch.testing import FakeBackend, assert_backend_ran, isolated_registry
 
 ROWS, KEYS, TOPK = 23, 70, 9
 TYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -276,6 +276,36 @@ def test_autocast_changes_nothing_of_an_attention_even_around_its_backward(atten
     for one, other in zip(plain, inside, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_kernel_runs_without_autocast_and_unrecorded(grad):
+    from dsa_backends.torch_dense.attention_backward import attention_backward
+    from dsa_backends.torch_dense.attention_forward import attention_forward
+
+    seen = []
+
+    def watched(kernel):
+        def run(*args, **kwargs):
+            seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return kernel(*args, **kwargs)
+
+        return run
+
+    kernels = {"attention_forward": attention_forward, "attention_backward": attention_backward}
+    fake = FakeBackend(
+        "fake", tuple(kernels), replace={stage: watched(kernel) for stage, kernel in kernels.items()}
+    )
+    case = Absorbed(torch.float32)
+    with (
+        isolated_registry(fake.spec),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.set_grad_enabled(grad),
+    ):
+        out, _ = case.run()
+        if grad:
+            torch.autograd.grad(out.sum(), case.inputs, create_graph=True)
+    assert seen == [(False, False)] * (2 if grad else 1)
 
 
 def test_a_call_counts_once_whatever_its_chunks(registry):
