@@ -1,4 +1,4 @@
-"""``save_topk_policy()``: a replay selects nothing, runs what the first pass ran, and a policy without effect raises."""
+"""``save_topk_policy()``: a replay selects nothing and runs what the first pass ran; one without effect raises."""
 
 from __future__ import annotations
 
