@@ -22,7 +22,7 @@ RUNTIME_HINT: Final = (
 )
 ATTENTION_BACKWARD: Final = ("SparseAttentionBackward",)
 ATTENTION_FORWARD: Final = ("sparse_attention_forward_wrapper",)
-INDEXER_TOPK: Final = ("indexer_forward_wrapper", "IndexerTopK")
+INDEXER_TOPK: Final = ("indexer_forward_wrapper", "indexer_forward_top_k_wrapper", "IndexerTopK")
 INDEXER_LOSS: Final = (
     "indexer_forward_wrapper",
     "SparseIndexerScoreRecompute",

@@ -57,22 +57,42 @@ def _best_of(
     dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, first: Tensor, last: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
     """Ids ``[rows, topk]`` local to the batch item, with those that count: a prefix of each row."""
-    scores = _ordered(scores_of(dsa, q, k, w, segment))
+    if segment.causal and frontend.is_blackwell(q.device):
+        ids = _fused(dsa, q, k, w, segment, topk)
+        return ids, (ids >= first) & (ids < last)
+    # The selection ranks -0.0 below +0.0, where the contract sees a tie.
+    scores = scores_of(dsa, q, k, w, segment).add_(0.0)
     if not segment.causal:
         columns = torch.arange(segment.columns, dtype=torch.int32, device=q.device)
-        scores.masked_fill_(columns < first, -torch.inf)
+        # A score of -inf inside the range may be chosen; what stands before the range must rank below it.
+        scores.clamp_(min=LOWEST).masked_fill_(columns < first, -torch.inf)
     ids = _select(dsa, scores, last[:, 0].contiguous(), topk)
     # Whatever a selection hands over, an id outside its range would be read by the attention.
     valid = (ids >= first) & (ids < last)
     return (ids, valid) if segment.causal else _from_the_front(ids, valid, first)
 
 
-def _ordered(scores: Tensor) -> Tensor:
-    """Scores whose order of bits is the contract's order, in place.
-
-    The selection ranks -0.0 below +0.0 and drops -inf, which the contract has as the last, but selectable, score.
-    """
-    return scores.clamp_(min=LOWEST).add_(0.0)
+def _fused(dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, topk: int) -> Tensor:
+    """Ascending ids without a score matrix, then -1. The mask is causal only, so ranges cannot come this way."""
+    part = slice(segment.first, segment.last)
+    keys = k[segment.key : segment.key + segment.columns]
+    result = dsa.indexer_forward_top_k_wrapper(
+        q[part][None],
+        keys[None, :, None],
+        w[part][None],
+        topk,
+        ratio=1,
+        sm_scale=1.0,
+        q_causal_offsets=segment.causal_offsets(q.device),
+        return_softmax=False,
+        topk_indices_global=False,
+        deterministic=True,
+    )
+    # The set is fixed, the slots are not: an order that puts -1 last gives the prefix.
+    last = torch.iinfo(torch.int32).max
+    ids = result["indices"][0]
+    ordered = torch.where(ids < 0, last, ids).sort(dim=1).values
+    return torch.where(ordered == last, -1, ordered)
 
 
 def _select(dsa: Any, scores: Tensor, last: Tensor, topk: int) -> Tensor:
