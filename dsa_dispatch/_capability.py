@@ -196,6 +196,7 @@ class Capability:
     deterministic: bool = False
     tie_rule: TieRule = "arbitrary"
     sorted: bool = False
+    """Ids come in the contract's order of preference, ties included; only then may the core pad ``index_topk``."""
     capture_safe: bool = False
     """No host synchronisation, so a CUDA graph may capture it after a warm-up."""
     shared_memory: int = 0

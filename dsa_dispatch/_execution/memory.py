@@ -35,7 +35,7 @@ class MemoryPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """What grows with the chunk; at most the budget."""
+        """What grows with the chunk; at most the budget, unless ``query_chunk="off"`` asked for one piece."""
         return self.row_bytes * self.chunk
 
     @property
