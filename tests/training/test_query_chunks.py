@@ -1,4 +1,4 @@
-"""``query_chunk``: one decision, then chunks of rows inside the op; the same results, and no chunk outlives its turn."""
+"""``query_chunk``: one decision, then chunks of rows inside the op; equal results, and no chunk outlives its turn."""
 
 from __future__ import annotations
 
