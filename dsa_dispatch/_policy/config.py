@@ -30,7 +30,8 @@ class DSAConfig:
     ``dsa_kernel_fallback``: ``"next"`` (move on, and say so once) or ``"error"`` (run what is named or raise).
     ``deterministic``: default torch's global switch. ``memory_budget``: bytes or text such as ``"512MiB"``, default
     min(1 GiB, device memory / 16). ``query_chunk``: most query rows a kernel is handed at once, ``"auto"`` (from the
-    budget) or ``"off"`` (all of them, whatever the budget says). ``debug_checks``: look for NaN scores, at the price of a second pass.
+    budget) or ``"off"`` (all of them, whatever the budget says).
+    ``debug_checks``: look for NaN scores, at the price of a second pass.
     Raises ``ConfigError`` on a value that cannot be meant.
     """
 
