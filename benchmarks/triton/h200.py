@@ -7,6 +7,7 @@ Run from the repository root: ``PYTHONPATH=.:backends python benchmarks/triton/h
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -20,6 +21,7 @@ from triton.testing import do_bench
 
 from dsa_backends.triton_kernels.attention_backward import launch_backward
 from dsa_backends.triton_kernels.attention_forward import launch_forward
+import dsa_backends.triton_kernels.indexer_topk as topk_module
 from dsa_backends.triton_kernels.indexer_loss import launch_loss
 from dsa_backends.triton_kernels.indexer_target import launch_target
 from dsa_backends.triton_kernels.indexer_topk import indexer_topk, select_from_scores
@@ -29,6 +31,8 @@ from dsa_backends.triton_kernels.tiles import (
     BackwardTiles,
     LossTiles,
     ScoreTile,
+    backward_tiles,
+    forward_tile,
     loss_tiles,
     mass_tile,
 )
@@ -41,7 +45,13 @@ RESULTS: list[dict[str, Any]] = []
 
 def note(**fields: Any) -> None:
     RESULTS.append(fields)
-    print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in fields.items()), flush=True)
+    print(
+        " ".join(
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in fields.items()
+        ),
+        flush=True,
+    )
 
 
 def attention_inputs(rows: int, heads: int) -> dict[str, torch.Tensor]:
@@ -56,7 +66,11 @@ def attention_inputs(rows: int, heads: int) -> dict[str, torch.Tensor]:
 def reference(q, kv, indices, length, dout):
     q64 = q.double().requires_grad_()
     kv64 = kv.double().requires_grad_()
-    valid = (indices >= 0) & (indices < len(kv)) & (torch.arange(indices.shape[1], device="cuda") < length[:, None])
+    valid = (
+        (indices >= 0)
+        & (indices < len(kv))
+        & (torch.arange(indices.shape[1], device="cuda") < length[:, None])
+    )
     picked = kv64[torch.where(valid, indices, 0).long()]
     scores = (SCALE * q64 @ picked.transpose(1, 2)).masked_fill(~valid[:, None], -torch.inf)
     lse = torch.logsumexp(scores, -1)
@@ -69,33 +83,25 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-MANY = AttentionTile(64, 64, 8, 2, 1, True, True)
-FEW = AttentionTile(16, 64, 4, 2, 1, True, True)
+MANY = forward_tile("sm90", 128, 576, 512, 2)
+FEW = forward_tile("sm90", 16, 576, 512, 2)
+SOME = forward_tile("sm90", 32, 576, 512, 2)
 FORWARD: dict[int, list[tuple[AttentionTile, int]]] = {
     128: [(MANY, 1)],
-    64: [(AttentionTile(64, 64, 8, 2, 2), 1), (MANY, 1)],
-    16: [(AttentionTile(16, 32, 4, 3, 2), 1), (AttentionTile(16, 32, 4, 2, 2), 1), (FEW, 1), (FEW, 3)],
+    64: [(MANY, 1), (AttentionTile(64, 64, 8, 2, 2), 1)],
+    32: [(SOME, 1), (FEW, 1)],
+    16: [(FEW, 1), (FEW, 3), (AttentionTile(16, 64, 4, 3, 2), 1), (AttentionTile(16, 32, 4, 3, 2), 1)],
     8: [(FEW, 1)],
 }
-_PAIRS = AttentionTile(64, 64, 4, 2, 2, True, True)
-_PAIRS8 = AttentionTile(64, 64, 8, 2, 2, True, True)
-_QUERY = AttentionTile(128, 64, 8, 3, 256)
 BACKWARD: dict[int, list[BackwardTiles]] = {
-    128: [
-        BackwardTiles(_PAIRS, AttentionTile(128, 64, 4, 1, 128), _QUERY),
-        BackwardTiles(_PAIRS8, AttentionTile(128, 64, 4, 1, 128), AttentionTile(128, 64, 8, 4, 256)),
-    ],
-    64: [
-        BackwardTiles(_PAIRS, AttentionTile(64, 64, 4, 1, 128), _QUERY),
-        BackwardTiles(_PAIRS8, AttentionTile(64, 64, 4, 1, 256), AttentionTile(64, 64, 4, 3, 256)),
-    ],
-    16: [
-        BackwardTiles(AttentionTile(16, 32, 4, 3, 1), AttentionTile(16, 64, 4, 3, 128)),
-        BackwardTiles(AttentionTile(16, 32, 4, 2, 1), AttentionTile(16, 64, 4, 1, 128)),
-        BackwardTiles(AttentionTile(16, 32, 2, 3, 1), AttentionTile(16, 64, 2, 2, 64)),
-    ],
-    8: [BackwardTiles(AttentionTile(16, 32, 4, 3, 1), AttentionTile(16, 64, 4, 3, 128))],
+    heads: [backward_tiles("sm90", heads, 576, 512, 2)] for heads in (128, 64, 32, 16, 8)
 }
+BACKWARD[16] += [
+    BackwardTiles(AttentionTile(16, 32, 4, 2), AttentionTile(16, 64, 4, 3, 128)),
+    BackwardTiles(AttentionTile(16, 32, 4, 5), AttentionTile(16, 64, 4, 3, 128)),
+    BackwardTiles(AttentionTile(16, 64, 4, 3), AttentionTile(16, 64, 4, 3, 128)),
+]
+BACKWARD[64] += [dataclasses.replace(BACKWARD[64][0], query=AttentionTile(128, 64, 8, 5, 256))]
 
 
 def check_attention(select: Callable[[], bool]) -> None:
@@ -105,9 +111,11 @@ def check_attention(select: Callable[[], bool]) -> None:
         data["indices"][5, ::3] = -1
         data["indices"][6, 1::7] = KEYS + 9
         data["length"][7] = 1000
+        data["kv"][17] = torch.nan  # no slot may name it; its memory must never count
+        data["indices"][data["indices"] == 17] = -1
         dout = torch.randn(40, heads, 512, device="cuda").bfloat16()
         want = None
-        for tile, splits in [*FORWARD.get(heads, FORWARD[16][:1]), (AttentionTile(16, 32, 4, 3, 2), 4)]:
+        for tile, splits in [*FORWARD.get(heads, FORWARD[32]), (AttentionTile(16, 32, 4, 3, 2), 4)]:
             if not select():
                 continue
             want = want or reference(*data.values(), dout)
@@ -117,8 +125,15 @@ def check_attention(select: Callable[[], bool]) -> None:
                 note(check="forward", heads=heads, tile=str(tile), problem=str(problem)[:200])
                 continue
             wrong = float((lse.double() - want[1]).nan_to_num(0, 0, 0).abs().max())
-            note(check="forward", heads=heads, tile=str(tile), splits=splits, out=error(out, want[0]), lse=wrong)
-        for tiles in BACKWARD.get(heads, BACKWARD[16][:1]):
+            note(
+                check="forward",
+                heads=heads,
+                tile=str(tile),
+                splits=splits,
+                out=error(out, want[0]),
+                lse=wrong,
+            )
+        for tiles in BACKWARD.get(heads, BACKWARD[32]):
             for deterministic in (False, True):
                 if not select():
                     continue
@@ -132,18 +147,29 @@ def check_attention(select: Callable[[], bool]) -> None:
                 except Exception as problem:
                     note(check="backward", heads=heads, tiles=str(tiles), problem=str(problem)[:200])
                     continue
-                note(check="backward", heads=heads, tiles=str(tiles), deterministic=deterministic, dq=error(dq, want[2]), dkv=error(dkv, want[3]))
+                note(
+                    check="backward",
+                    heads=heads,
+                    tiles=str(tiles),
+                    deterministic=deterministic,
+                    dq=error(dq, want[2]),
+                    dkv=error(dkv, want[3]),
+                )
 
 
 def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return {e.key[:40]: round(e.self_device_time_total / 1000, 3) for e in profile.key_averages() if e.self_device_time_total > 20}
+    return {
+        e.key[:40]: round(e.self_device_time_total / 1000, 3)
+        for e in profile.key_averages()
+        if e.self_device_time_total > 20
+    }
 
 
 def time_attention(rows: int = 4096) -> None:
-    for heads in (64, 16, 8, 128):
+    for heads in (64, 32, 16, 8, 128):
         data = attention_inputs(rows, heads)
         dout = torch.randn(rows, heads, 512, device="cuda").bfloat16()
         out = lse = None
@@ -155,7 +181,13 @@ def time_attention(rows: int = 4096) -> None:
             except Exception as problem:
                 note(time="forward", heads=heads, tile=str(tile), problem=str(problem)[:100])
                 continue
-            note(time="forward", heads=heads, tile=str(tile), ms=ms, tflops=2e-9 * rows * heads * WIDTH * 1088 / ms)
+            note(
+                time="forward",
+                heads=heads,
+                tile=str(tile),
+                ms=ms,
+                tflops=2e-9 * rows * heads * WIDTH * 1088 / ms,
+            )
         for tiles in BACKWARD[heads]:
             dkv = torch.zeros(KEYS, 576, device="cuda")
             for deterministic in (False, True):
@@ -170,7 +202,15 @@ def time_attention(rows: int = 4096) -> None:
                     note(time="backward", heads=heads, tiles=str(tiles), problem=str(problem)[:100])
                     continue
                 flops = 2e-9 * rows * heads * WIDTH * (3 * 576 + 2 * 512)
-                note(time="backward", heads=heads, tiles=str(tiles), deterministic=deterministic, ms=ms, tflops=flops / ms, kernels=kernel_times(call))
+                note(
+                    time="backward",
+                    heads=heads,
+                    tiles=str(tiles),
+                    deterministic=deterministic,
+                    ms=ms,
+                    tflops=flops / ms,
+                    kernels=kernel_times(call),
+                )
 
 
 def index_inputs(rows: int, keys: int, heads: int = 64) -> dict[str, torch.Tensor]:
@@ -218,15 +258,34 @@ def check_indexer(select: Callable[[], bool]) -> None:
             continue
         data = index_inputs(64, keys, heads)
         starts, ends = causal(64, keys)
-        ids, length = indexer_topk(**data, starts=starts, ends=ends, rows=RowLayout(1, 64, keys), topk=2048, use_relu=True, options=StageOptions(memory_budget=1 << 26))
-        exact = torch.einsum("th,thj->tj", data["w"].double(), torch.einsum("thd,jd->thj", data["q"].double(), data["k"].double()).relu())
+        ids, length = indexer_topk(
+            **data,
+            starts=starts,
+            ends=ends,
+            rows=RowLayout(1, 64, keys),
+            topk=2048,
+            use_relu=True,
+            options=StageOptions(memory_budget=1 << 26),
+        )
+        exact = torch.einsum(
+            "th,thj->tj",
+            data["w"].double(),
+            torch.einsum("thd,jd->thj", data["q"].double(), data["k"].double()).relu(),
+        )
         columns = torch.arange(keys, device="cuda")
         exact = exact.masked_fill(columns >= ends[:, None], -torch.inf)
         chosen = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, ids.long(), True)
         lowest = exact.masked_fill(~chosen, torch.inf).amin(1)
         highest = exact.masked_fill(chosen, -torch.inf).amax(1)
         unique = bool((chosen.sum(1) == 2048).all())
-        note(check="topk", heads=heads, keys=keys, unique=unique, worst_inversion=float((highest - lowest).max()), spread=float(exact[exact > -1e30].std()))
+        note(
+            check="topk",
+            heads=heads,
+            keys=keys,
+            unique=unique,
+            worst_inversion=float((highest - lowest).max()),
+            spread=float(exact[exact > -1e30].std()),
+        )
     for heads, index_heads in ((128, 64), (16, 16)):
         if not select():
             continue
@@ -242,7 +301,15 @@ def check_indexer(select: Callable[[], bool]) -> None:
         bounds = torch.zeros(24, dtype=torch.int32, device="cuda")
         slots = Slots(data["indices"], data["length"], bounds, bounds, RowLayout(1, 24, KEYS))
         for lse in (None, torch.logsumexp(scores, -1).float()):
-            mass = launch_target(data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=mass_tile("sm90", heads, 2), budget=1 << 28)
+            mass = launch_target(
+                data["q"],
+                data["kv"],
+                slots,
+                lse=lse,
+                scale=SCALE,
+                tile=mass_tile("sm90", heads, 2),
+                budget=1 << 28,
+            )
             note(check="target", heads=heads, lse=lse is not None, mass=error(mass, want))
         index = index_inputs(24, KEYS, index_heads)
         leaves = [index[name].double().requires_grad_() for name in ("q", "k", "w")]
@@ -254,15 +321,49 @@ def check_indexer(select: Callable[[], bool]) -> None:
         exact = torch.autograd.grad(kl.sum(), leaves)
         for deterministic in (False, True):
             dk = torch.zeros(KEYS, 128, device="cuda")
-            got = launch_loss(**index, slots=slots, mass=mass, use_relu=True, need_dq=True, need_dw=True, dk=dk, tiles=loss_tiles("sm90", index_heads, 2), options=StageOptions(deterministic=deterministic, memory_budget=1 << 26))
-            note(check="loss", heads=index_heads, deterministic=deterministic, kl=error(got.kl, kl.detach()), dq=error(got.dq, exact[0]), dk=error(dk, exact[1]), dw=error(got.dw, exact[2]))
+            got = launch_loss(
+                **index,
+                slots=slots,
+                mass=mass,
+                use_relu=True,
+                need_dq=True,
+                need_dw=True,
+                dk=dk,
+                tiles=loss_tiles("sm90", index_heads, 2),
+                options=StageOptions(deterministic=deterministic, memory_budget=1 << 26),
+            )
+            note(
+                check="loss",
+                heads=index_heads,
+                deterministic=deterministic,
+                kl=error(got.kl, kl.detach()),
+                dq=error(got.dq, exact[0]),
+                dk=error(dk, exact[1]),
+                dw=error(got.dw, exact[2]),
+            )
 
 
 def time_indexer() -> None:
-    for rows, keys, budget in ((4096, 8192, 1 << 26), (4096, 32768, 1 << 26)):
+    for rows, keys, budget, tile in (
+        (4096, 8192, 1 << 26, ScoreTile(128, 32, 4, 3)),
+        (4096, 32768, 1 << 26, ScoreTile(128, 32, 4, 3)),
+        (4096, 32768, 1 << 26, ScoreTile(128, 64, 4, 3)),
+        (4096, 32768, 1 << 26, ScoreTile(128, 32, 4, 4)),
+        (4096, 32768, 1 << 26, ScoreTile(256, 32, 8, 3)),
+        (4096, 32768, 1 << 26, ScoreTile(128, 128, 4, 3)),
+    ):
+        topk_module.score_tile = lambda *_: tile  # noqa: B023
         data = index_inputs(rows, keys)
         starts, ends = causal(rows, keys)
-        call = lambda: indexer_topk(**data, starts=starts, ends=ends, rows=RowLayout(1, rows, keys), topk=2048, use_relu=True, options=StageOptions(memory_budget=budget))  # noqa: B023, E731
+        call = lambda: indexer_topk(
+            **data,
+            starts=starts,
+            ends=ends,
+            rows=RowLayout(1, rows, keys),
+            topk=2048,
+            use_relu=True,
+            options=StageOptions(memory_budget=budget),
+        )  # noqa: B023, E731
         call()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -270,26 +371,52 @@ def time_indexer() -> None:
         call()
         scratch = torch.cuda.max_memory_allocated() - before - rows * 2049 * 4
         ms = do_bench(call, warmup=20, rep=200, return_mode="median")
-        note(time="topk", rows=rows, keys=keys, ms=ms, scratch_mib=scratch / 2**20, kernels=kernel_times(call))
+        note(
+            time="topk", rows=rows, keys=keys, ms=ms, scratch_mib=scratch / 2**20, kernels=kernel_times(call)
+        )
     data = attention_inputs(4096, 128)
     bounds = torch.zeros(4096, dtype=torch.int32, device="cuda")
     slots = Slots(data["indices"], data["length"], bounds, bounds, RowLayout(1, 4096, KEYS))
-    _, lse = launch_forward(**data, scale=SCALE, v_channels=512, tile=FORWARD[64][-1][0], splits=1)
+    _, lse = launch_forward(**data, scale=SCALE, v_channels=512, tile=FORWARD[64][0][0], splits=1)
     for tile in MASS:
         try:
-            call = lambda: launch_target(data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=tile, budget=1 << 30)  # noqa: B023, E731
+            call = lambda: launch_target(
+                data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=tile, budget=1 << 30
+            )  # noqa: B023, E731
             mass = call()
-            note(time="target", heads=128, tile=str(tile), ms=do_bench(call, warmup=20, rep=100, return_mode="median"))
+            note(
+                time="target",
+                heads=128,
+                tile=str(tile),
+                ms=do_bench(call, warmup=20, rep=100, return_mode="median"),
+            )
         except Exception as problem:
             note(time="target", tile=str(tile), problem=str(problem)[:100])
     index = index_inputs(4096, KEYS)
     for tiles in LOSS:
         for deterministic in (False, True):
             dk = torch.zeros(KEYS, 128, device="cuda")
-            call = lambda: launch_loss(**index, slots=slots, mass=mass, use_relu=True, need_dq=True, need_dw=True, dk=dk, tiles=tiles, options=StageOptions(deterministic=deterministic))  # noqa: B023, E731
+            call = lambda: launch_loss(
+                **index,
+                slots=slots,
+                mass=mass,
+                use_relu=True,
+                need_dq=True,
+                need_dw=True,
+                dk=dk,
+                tiles=tiles,
+                options=StageOptions(deterministic=deterministic),
+            )  # noqa: B023, E731
             call()
             ms = do_bench(call, warmup=20, rep=100, return_mode="median")
-            note(time="loss", index_heads=64, tiles=str(tiles), deterministic=deterministic, ms=ms, kernels=kernel_times(call))
+            note(
+                time="loss",
+                index_heads=64,
+                tiles=str(tiles),
+                deterministic=deterministic,
+                ms=ms,
+                kernels=kernel_times(call),
+            )
 
 
 def time_long_indexer(size: int = 131072) -> None:
@@ -298,15 +425,30 @@ def time_long_indexer(size: int = 131072) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    call = lambda: indexer_topk(**data, starts=starts, ends=ends, rows=RowLayout(1, size, size), topk=2048, use_relu=True, options=StageOptions(memory_budget=1 << 30))  # noqa: E731
+    call = lambda: indexer_topk(
+        **data,
+        starts=starts,
+        ends=ends,
+        rows=RowLayout(1, size, size),
+        topk=2048,
+        use_relu=True,
+        options=StageOptions(memory_budget=1 << 30),
+    )  # noqa: E731
     call()
     torch.cuda.synchronize()
     scratch = torch.cuda.max_memory_allocated() - before - size * 2049 * 4
-    note(time="topk", rows=size, keys=size, ms=do_bench(call, warmup=1, rep=1200, return_mode="median"), scratch_mib=scratch / 2**20, kernels=kernel_times(call))
+    note(
+        time="topk",
+        rows=size,
+        keys=size,
+        ms=do_bench(call, warmup=1, rep=1200, return_mode="median"),
+        scratch_mib=scratch / 2**20,
+        kernels=kernel_times(call),
+    )
 
 
-MASS = [AttentionTile(64, 64, 4, 2, 2)]
-LOSS = [LossTiles(ScoreTile(64, 1, 4, 2), ScoreTile(64, 1, 4, 2)), LossTiles(ScoreTile(64, 1, 4, 1), ScoreTile(32, 1, 4, 2))]
+MASS = [AttentionTile(64, 64, 4, 2, 2), AttentionTile(64, 32, 4, 3, 2), AttentionTile(64, 64, 4, 3, 2)]
+LOSS = [loss_tiles("sm90", 64, 2), LossTiles(ScoreTile(64, 1, 4, 5), ScoreTile(64, 1, 4, 3))]
 
 
 def time_card() -> None:

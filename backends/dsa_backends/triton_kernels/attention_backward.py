@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dsa_backends.triton_kernels.backward_kernels import (
-    SLOT_TILE,
     key_gradient_kernel,
     query_gradient_kernel,
     query_product_kernel,
@@ -23,7 +22,8 @@ from dsa_backends.triton_kernels.launch import (
     row_chunks,
     tail_width,
 )
-from dsa_backends.triton_kernels.ordered_sum import ORDER_BYTES_PER_SLOT, add_in_order, slot_order
+from dsa_backends.triton_kernels.ordered_sum import add_in_order, slot_order
+from dsa_backends.triton_kernels.scratch import backward_rows, padded_slots, total
 from dsa_backends.triton_kernels.tiles import BackwardTiles, backward_tiles
 from dsa_dispatch._call import RowLayout, StageOptions
 
@@ -50,7 +50,7 @@ def attention_backward(
     """See ``dsa_dispatch._contract.AttentionBackward``. ``dkv`` fp32 with contiguous channels."""
     if not need_dq and dkv is None:
         return None
-    tiles = backward_tiles(device_architecture(q), q.shape[1], q.element_size())
+    tiles = backward_tiles(device_architecture(q), q.shape[1], q.shape[2], v_channels, q.element_size())
     return launch_backward(
         q,
         kv,
@@ -67,22 +67,6 @@ def attention_backward(
         deterministic=options.deterministic,
         budget=options.memory_budget,
     )
-
-
-def padded_slots(width: int) -> int:
-    return -(-width // SLOT_TILE) * SLOT_TILE
-
-
-def backward_row_bytes(
-    heads: int, channels: int, width: int, itemsize: int, *, pairs: bool, deterministic: bool
-) -> int:
-    """Scratch of one row: base and delta, P and dS, and the partial rows of dkv in the deterministic form."""
-    total = heads * 8
-    if pairs:
-        total += 2 * heads * padded_slots(width) * itemsize
-    if deterministic:
-        total += width * (channels * 4 + ORDER_BYTES_PER_SLOT)
-    return total
 
 
 def launch_backward(
@@ -109,8 +93,8 @@ def launch_backward(
     width = indices.shape[1]
     pairs_needed = dkv is not None or not tiles.fused
     ordered = deterministic and dkv is not None
-    row_bytes = backward_row_bytes(
-        heads, channels, width, q.element_size(), pairs=pairs_needed, deterministic=ordered
+    row_bytes = total(
+        backward_rows(heads, channels, width, q.element_size(), pairs=pairs_needed, deterministic=ordered)
     )
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if need_dq else None
     with on_device(q):
@@ -180,20 +164,19 @@ class _Chunk:
         pairs = torch.empty(shape, dtype=self.q.dtype, device=self.q.device)
         head_blocks = -(-self.heads // tile.heads)
         if tile.placed:
-            from dsa_backends.triton_kernels.hopper_kernels import hopper_pairs_kernel
-
-            hopper_pairs_kernel[(self.rows * head_blocks,)](
-                *(self.q, self.kv, self.indices, self.length, shift, self.dout, pairs),
-                *self._scalars(head_blocks),
-                DV=self.dv,
-                TAIL=self.tail,
-                BLOCK_H=tile.heads,
-                WARPS=tile.warps,
-                num_warps=tile.warps,
-            )
+            self._placed_pairs(shift, pairs)
             return pairs
         query_gradient_kernel[(self.rows * head_blocks,)](
-            *(self.q, self.kv, self.indices, self.length, shift, self.dout, pairs if dq is None else dq, pairs),
+            *(
+                self.q,
+                self.kv,
+                self.indices,
+                self.length,
+                shift,
+                self.dout,
+                pairs if dq is None else dq,
+                pairs,
+            ),
             *self._scalars(head_blocks),
             DV=self.dv,
             TAIL=self.tail,
@@ -209,6 +192,22 @@ class _Chunk:
             num_stages=tile.stages,
         )
         return pairs
+
+    def _placed_pairs(self, shift: Tensor, pairs: Tensor) -> None:
+        # Imported late: only compute capability 9.0 needs it.
+        from dsa_backends.triton_kernels.hopper_backward_kernels import hopper_pairs_kernel
+
+        tile = self.tiles.pairs
+        head_blocks = -(-self.heads // tile.heads)
+        hopper_pairs_kernel[(self.rows * head_blocks,)](
+            *(self.q, self.kv, self.indices, self.length, shift, self.dout, pairs),
+            *self._scalars(head_blocks),
+            DV=self.dv,
+            TAIL=self.tail,
+            BLOCK_H=tile.heads,
+            WARPS=tile.warps,
+            num_warps=tile.warps,
+        )
 
     def _scalars(self, head_blocks: int) -> tuple[float | int, ...]:
         return (

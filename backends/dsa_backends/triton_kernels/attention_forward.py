@@ -37,21 +37,21 @@ def attention_forward(
     """See ``dsa_dispatch._contract.AttentionForward``. ``q`` bf16, fp16 or fp32; channels multiples of 16."""
     width = indices.shape[1]
     heads = q.shape[1]
-    block = part_width(v_channels)
-    parts = 2 if block >= 512 and block == v_channels else 1
-    tile = forward_tile(device_architecture(q), heads, q.shape[2], parts, q.element_size())
+    tile = forward_tile(device_architecture(q), heads, q.shape[2], v_channels, q.element_size())
     head_blocks = -(-heads // tile.heads)
     splits = split_count(q.shape[0], head_blocks, width, tile.keys, processors(q), options.deterministic)
     part_bytes = q.shape[0] * heads * (v_channels + 1) * 4
     splits = max(1, min(splits, options.memory_budget // part_bytes))
-    return launch_forward(q, kv, indices, length, scale=scale, v_channels=v_channels, tile=tile, splits=splits)
+    return launch_forward(
+        q, kv, indices, length, scale=scale, v_channels=v_channels, tile=tile, splits=splits
+    )
 
 
 def hopper_forward(heads: int) -> Any:
     """The hand-placed kernel for a block of 64 or of 16 heads. Imported late: only compute capability 9.0 needs it."""
-    from dsa_backends.triton_kernels import hopper_kernels
+    from dsa_backends.triton_kernels import hopper_forward_kernels as kernels
 
-    return hopper_kernels.hopper_forward_kernel if heads == 64 else hopper_kernels.hopper_forward_few_kernel
+    return kernels.hopper_forward_kernel if heads == 64 else kernels.hopper_forward_few_kernel
 
 
 def launch_forward(
@@ -69,7 +69,8 @@ def launch_forward(
     q, kv, indices = aligned(q), aligned(kv), last_contiguous(indices)
     rows, heads, channels = q.shape
     width = indices.shape[1]
-    span = -(-(-(-width // splits)) // tile.keys) * tile.keys
+    slots = -(-width // splits)
+    span = -(-slots // tile.keys) * tile.keys
     splits = -(-width // span)
     block = part_width(v_channels)
     tail = channels - v_channels

@@ -1,8 +1,9 @@
-# ruff: noqa: ANN
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Sparse absorbed attention, backward: two kernels over a chunk of rows.
 
-For a row with queries ``Q [H, Dqk]``, output gradient ``G [H, Dv]``, ``delta = rowsum(out * G) [H]`` and keys ``K [W, Dqk]``::
+For a row with queries ``Q [H, Dqk]``, output gradient ``G [H, Dv]``, ``delta = rowsum(out * G) [H]`` and keys ``K [W,
+Dqk]``::
 
     P  = exp(scale * Q K^T - lse)                        [H, W]   rebuilt from the very expression of the forward
     dS = scale * P * (G K[:, :Dv]^T - delta)             [H, W]
@@ -20,10 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsa_backends.triton_kernels.forward_kernels import key_span, valid_ids
+from dsa_backends.triton_kernels.forward_kernels import valid_ids
+from dsa_backends.triton_kernels.scratch import SLOT_TILE
 
-SLOT_TILE = 64
-"""P and dS are written and read in whole tiles of so many slots; every key tile divides it."""
 _SLOT_TILE = tl.constexpr(SLOT_TILE)
 
 
@@ -64,7 +64,16 @@ def row_shift_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "q_row8", "q_head8", "kv_row8", "idx_row", "dout_row8", "dout_head8", "keys", "width", "heads", "head_blocks",
+        "q_row8",
+        "q_head8",
+        "kv_row8",
+        "idx_row",
+        "dout_row8",
+        "dout_head8",
+        "keys",
+        "width",
+        "heads",
+        "head_blocks",
         "pairs_row8",
     ],
     do_not_specialize_on_alignment=["idx", "length", "shift"],
@@ -102,7 +111,7 @@ def query_gradient_kernel(
     NEED_DQ: tl.constexpr,
     NEED_PAIRS: tl.constexpr,
 ):
-    """Grid (rows * head_blocks,). Writes ``dq [rows, heads, DV+TAIL]`` (contiguous) and ``pairs [rows, 2, heads, padded W]``.
+    """Grid (rows * head_blocks,). Writes ``dq [rows, heads, DV + TAIL]`` and ``pairs [rows, 2, heads, padded W]``.
 
     ``pairs[:, 0]`` is dS and ``pairs[:, 1]`` is P, each row ``pairs_row8 * 8`` slots apart; only
     the tiles that hold a key are written, and the later kernels walk no others.
@@ -143,26 +152,22 @@ def query_gradient_kernel(
         if TAIL > 0:
             dq_t = tl.zeros([BLOCK_H, BLOCK_TAIL], tl.float32)
 
-    spare, first, last = key_span(idx, 0, end, keys, _SLOT_TILE)
-    next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
-    walked = last
+    walked = end
     if NEED_PAIRS:
-        walked = first + (last - first + _SLOT_TILE - 1) // _SLOT_TILE * _SLOT_TILE
+        walked = (end + _SLOT_TILE - 1) // _SLOT_TILE * _SLOT_TILE
     pair_rows = pairs + (row * 2 * heads + head) * (pairs_row8 * 8)
-    for start in tl.range(first, walked, BLOCK_N):
-        ids = next_ids
-        ok = next_ok
-        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, last, keys)
-        k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
-        k_0 = tl.load(k_rows + offs_p[None, :], mask=in_part[None, :], other=0.0)
+    for start in tl.range(0, walked, BLOCK_N):
+        ids, ok = valid_ids(idx, start + offs_n, end, keys)
+        k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
+        k_0 = tl.load(k_rows + offs_p[None, :], mask=ok[:, None] & in_part[None, :], other=0.0)
         score = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
         dp = tl.dot(g_0, tl.trans(k_0), input_precision=PRECISION)
         if PARTS == 2:
-            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :])
+            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :], mask=ok[:, None], other=0.0)
             score = tl.dot(q_1, tl.trans(k_1), score, input_precision=PRECISION)
             dp = tl.dot(g_1, tl.trans(k_1), dp, input_precision=PRECISION)
         if TAIL > 0:
-            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
+            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0)
             score = tl.dot(q_t, tl.trans(k_t), score, input_precision=PRECISION)
         p = tl.where(ok[None, :], tl.exp2(score * scale_log2 - base[:, None]), 0.0)
         # The scale goes in before the rounding to 16 bits, which keeps large activations inside fp16.
@@ -182,7 +187,9 @@ def query_gradient_kernel(
         d_rows = dq + (row * heads + head) * (DV + TAIL)
         tl.store(d_rows + offs_p[None, :], dq_0.to(dq.dtype.element_ty), mask=part_mask)
         if PARTS == 2:
-            tl.store(d_rows + (BLOCK_PART + offs_p)[None, :], dq_1.to(dq.dtype.element_ty), mask=has_head[:, None])
+            tl.store(
+                d_rows + (BLOCK_PART + offs_p)[None, :], dq_1.to(dq.dtype.element_ty), mask=has_head[:, None]
+            )
         if TAIL > 0:
             tl.store(d_rows + (DV + offs_t)[None, :], dq_t.to(dq.dtype.element_ty), mask=tail_mask)
 
@@ -235,30 +242,39 @@ def query_product_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
     if TAIL > 0:
         acc_t = tl.zeros([BLOCK_H, BLOCK_TAIL], tl.float32)
-    spare, first, last = key_span(idx, 0, end, keys, _SLOT_TILE)
-    next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
-    for start in tl.range(first, last, BLOCK_N):
-        ids = next_ids
-        ok = next_ok
-        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, last, keys)
+    for start in tl.range(0, end, BLOCK_N):
+        ids, ok = valid_ids(idx, start + offs_n, end, keys)
         ds = tl.load(pair_rows + (start + offs_n)[None, :], mask=has_head[:, None], other=0.0)
-        k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
-        k_c = tl.load(k_rows + offs_c[None, :], mask=in_value[None, :], other=0.0)
+        k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
+        k_c = tl.load(k_rows + offs_c[None, :], mask=ok[:, None] & in_value[None, :], other=0.0)
         acc = tl.dot(ds, k_c, acc, input_precision=PRECISION)
         if TAIL > 0:
-            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
+            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0)
             acc_t = tl.dot(ds, k_t, acc_t, input_precision=PRECISION)
     d_rows = dq + (row * heads + head) * (DV + TAIL)
-    tl.store(d_rows + offs_c[None, :], acc.to(dq.dtype.element_ty), mask=has_head[:, None] & in_value[None, :])
+    tl.store(
+        d_rows + offs_c[None, :], acc.to(dq.dtype.element_ty), mask=has_head[:, None] & in_value[None, :]
+    )
     if TAIL > 0:
         tl.store(
-            d_rows + (DV + offs_t)[None, :], acc_t.to(dq.dtype.element_ty), mask=has_head[:, None] & in_tail[None, :]
+            d_rows + (DV + offs_t)[None, :],
+            acc_t.to(dq.dtype.element_ty),
+            mask=has_head[:, None] & in_tail[None, :],
         )
 
 
 @triton.jit(
     do_not_specialize=[
-        "q_row8", "q_head8", "dout_row8", "dout_head8", "target_row4", "idx_row", "keys", "width", "heads", "first_head",
+        "q_row8",
+        "q_head8",
+        "dout_row8",
+        "dout_head8",
+        "target_row4",
+        "idx_row",
+        "keys",
+        "width",
+        "heads",
+        "first_head",
         "pairs_row8",
     ],
     do_not_specialize_on_alignment=["idx", "length"],
@@ -292,7 +308,7 @@ def key_gradient_kernel(
     ATOMIC: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Grid (rows * SLICES,). A program owns ``BLOCK_C`` value channels and ``BLOCK_TAIL`` of the tail, and walks the slots.
+    """Grid (rows * SLICES,). A program owns ``BLOCK_C`` value channels and ``BLOCK_TAIL`` of the tail.
 
     ATOMIC: ``target`` is dkv ``[keys, Dqk]`` fp32, added into. Otherwise it is ``[rows, W, Dqk]`` fp32, written, or
     added into (ADD) for every block of heads after the first.
@@ -319,10 +335,9 @@ def key_gradient_kernel(
         q_t = tl.load(q_rows + (DV + offs_t)[None, :], mask=has_head[:, None] & in_tail[None, :], other=0.0)
     pair_rows = pairs + (row * 2 * heads + head) * pair_row
     apart = heads.to(tl.int64) * pair_row
-    _, first, last = key_span(idx, 0, end, keys, _SLOT_TILE)
-    for start in tl.range(first, last, BLOCK_N):
+    for start in tl.range(0, end, BLOCK_N):
         slots = start + offs_n
-        ids, ok = valid_ids(idx, slots, last, keys)
+        ids, ok = valid_ids(idx, slots, end, keys)
         place = pair_rows + slots[None, :]
         # Whole tiles were written by the first kernel, so only the heads need a mask.
         ds = tl.load(place, mask=has_head[:, None], other=0.0)
@@ -337,7 +352,10 @@ def key_gradient_kernel(
             tl.atomic_add(d_rows + offs_c[None, :], grad, mask=ok[:, None] & in_value[None, :], sem="relaxed")
             if TAIL > 0:
                 tl.atomic_add(
-                    d_rows + (DV + offs_t)[None, :], grad_t, mask=ok[:, None] & in_tail[None, :], sem="relaxed"
+                    d_rows + (DV + offs_t)[None, :],
+                    grad_t,
+                    mask=ok[:, None] & in_tail[None, :],
+                    sem="relaxed",
                 )
         else:
             d_rows = target + (row * width + slots)[:, None] * (target_row4 * 4)

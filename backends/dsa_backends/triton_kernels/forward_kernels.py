@@ -1,10 +1,10 @@
-# ruff: noqa: ANN
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Sparse absorbed attention, forward: one program per (row, head block, split of the slots).
 
 For a row ``t`` with queries ``Q [BLOCK_H, Dqk]`` the program walks the row's slots in tiles of ``BLOCK_N`` keys::
 
-    K  = kv[id(t, c)]                [BLOCK_N, Dqk]      gathered; where the slot holds no key, some key of the row
+    K  = kv[id(t, c)]                [BLOCK_N, Dqk]      gathered; zero rows where the slot holds no key
     S  = scale * Q K^T               [BLOCK_H, BLOCK_N]  fp32
     m' = max(m, rowmax S);  P = exp(S - m');  l' = l exp(m - m') + rowsum P
     O' = O exp(m - m') + P K[:, :Dv] [BLOCK_H, Dv]       fp32
@@ -12,7 +12,8 @@ For a row ``t`` with queries ``Q [BLOCK_H, Dqk]`` the program walks the row's sl
 
 The channels of a key are cut in a value part (in ``PARTS`` equal parts, a power of two each) and a tail: the products
 need powers of two, and 576 = 512 + 64 wastes nothing that way. Scores are kept in base 2 (``scale * log2 e``).
-The index tile of the next step is read one step ahead, so that only one latency (ids, then keys) is left to hide.
+Neither ids read one step ahead nor bounds that come out of a reduction: Triton 3.9 fails on the first and, with the
+second, forgets what it knows of the gather's alignment.
 """
 
 from __future__ import annotations
@@ -31,35 +32,19 @@ def valid_ids(idx, slots, end, keys):
     return ids, (ids >= 0) & (ids < keys)
 
 
-@triton.jit
-def key_span(idx, begin, end, keys, BLOCK_N: tl.constexpr):
-    """``(spare, first, last)``: one valid id among the slots ``begin .. end``, and the slots worth walking.
-
-    Slots without a key gather the spare row in place of their own. Their weight is 0, so any finite row serves, and this
-    one is a key of the query already: a NaN in it is in the answer anyway. Nothing is read through an invalid id, and
-    the gather needs no mask, which would cost it an instruction or two per 16 bytes. ``first`` is moved by whole tiles
-    of ``BLOCK_N`` only, so that the sums keep their grouping; a row without a key has ``first == last``.
-    """
-    offs = tl.arange(0, 512)
-    best = tl.full([512], -1, tl.int32)
-    lowest = tl.full([512], 2147483647, tl.int32)
-    highest = tl.full([512], -1, tl.int32)
-    for start in tl.range(begin, end, 512):
-        slots = start + offs
-        ids = tl.load(idx + slots, mask=slots < end, other=-1)
-        ok = (ids >= 0) & (ids < keys)
-        best = tl.maximum(best, tl.where(ok, ids, -1))
-        lowest = tl.minimum(lowest, tl.where(ok, slots, 2147483647))
-        highest = tl.maximum(highest, tl.where(ok, slots, -1))
-    spare = tl.max(best, 0)
-    first = tl.minimum(tl.min(lowest, 0), end)
-    first = begin + (first - begin) // BLOCK_N * BLOCK_N
-    last = tl.where(spare >= 0, tl.max(highest, 0) + 1, first)
-    return spare, first, last
-
-
 @triton.jit(
-    do_not_specialize=["q_row8", "q_head8", "kv_row8", "idx_row", "keys", "width", "heads", "head_blocks", "span", "rows"],
+    do_not_specialize=[
+        "q_row8",
+        "q_head8",
+        "kv_row8",
+        "idx_row",
+        "keys",
+        "width",
+        "heads",
+        "head_blocks",
+        "span",
+        "rows",
+    ],
     do_not_specialize_on_alignment=["idx", "length", "out", "lse"],
 )
 def forward_kernel(
@@ -124,23 +109,20 @@ def forward_kernel(
     top = tl.full([BLOCK_H], _FLOOR, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
 
-    spare, begin, end = key_span(idx, begin, end, keys, BLOCK_N)
-    next_ids, next_ok = valid_ids(idx, begin + offs_n, end, keys)
     for start in tl.range(begin, end, BLOCK_N):
-        ids = next_ids
-        ok = next_ok
-        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, end, keys)
-        k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
-        k_0 = tl.load(k_rows + offs_p[None, :], mask=in_part[None, :], other=0.0)
+        ids, ok = valid_ids(idx, start + offs_n, end, keys)
+        # An invalid slot reads nothing: its key row is zero, so that 0 * NaN cannot enter through the value product.
+        k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
+        k_0 = tl.load(k_rows + offs_p[None, :], mask=ok[:, None] & in_part[None, :], other=0.0)
         score = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
         if PARTS == 2:
-            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :])
+            k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :], mask=ok[:, None], other=0.0)
             if CHAIN:
                 score = tl.dot(q_1, tl.trans(k_1), score, input_precision=PRECISION)
             else:
                 score += tl.dot(q_1, tl.trans(k_1), input_precision=PRECISION)
         if TAIL > 0:
-            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
+            k_t = tl.load(k_rows + (DV + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0)
             if CHAIN:
                 score = tl.dot(q_t, tl.trans(k_t), score, input_precision=PRECISION)
             else:
@@ -189,19 +171,19 @@ def merge_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Grid (rows * heads,): merge ``part [splits, rows*heads, DV]`` by ``part_lse [splits, rows*heads]``, in slot order."""
+    """Grid (rows * heads,): merge ``part [splits, rows * heads, DV]`` by ``part_lse``, in slot order."""
     place = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_DV)
     top = tl.full([], float("-inf"), tl.float32)
     at = place
-    for _ in range(0, splits):
+    for _ in range(splits):
         top = tl.maximum(top, tl.load(part_lse + at))
         at += row_heads
     floor = tl.maximum(top, _FLOOR)  # every split empty: -inf - (-inf) would be NaN
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     at = place
-    for _ in range(0, splits):
+    for _ in range(splits):
         weight = tl.exp2((tl.load(part_lse + at) - floor) * 1.4426950408889634)
         total += weight
         acc += weight * tl.load(part + at * DV + offs, mask=offs < DV, other=0.0)

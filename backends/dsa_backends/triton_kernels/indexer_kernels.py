@@ -1,5 +1,5 @@
-# ruff: noqa: ANN
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """The indexer's scores and the exact selection of the best k of them.
 
 Scores, for a tile of keys ``K [BLOCK_N, Di]`` and one row ``t`` at a time::
@@ -26,7 +26,15 @@ _LOWEST = tl.constexpr(LOWEST)
 
 @triton.jit(
     do_not_specialize=[
-        "q_row8", "q_head8", "k_row8", "w_row", "score_row", "rows", "first_key", "columns", "heads",
+        "q_row8",
+        "q_head8",
+        "k_row8",
+        "w_row",
+        "score_row",
+        "rows",
+        "first_key",
+        "columns",
+        "heads",
     ],
     do_not_specialize_on_alignment=["w", "starts", "ends"],
 )
@@ -74,7 +82,9 @@ def score_kernel(
         in_dim = offs_d < DIM
         has_head = offs_h < heads
         key = (low + offs_n).to(tl.int64)[:, None]
-        keys = tl.load(k + key * k_row8 * 8 + offs_d[None, :], mask=has_key[:, None] & in_dim[None, :], other=0.0)
+        keys = tl.load(
+            k + key * k_row8 * 8 + offs_d[None, :], mask=has_key[:, None] & in_dim[None, :], other=0.0
+        )
         head_rows = q + offs_h.to(tl.int64)[:, None] * q_head8 * 8 + offs_d[None, :]
         q_mask = has_head[:, None] & in_dim[None, :]
         row_base = tl.cast(row_0, tl.int64)
@@ -101,11 +111,32 @@ def ordered(x):
     return tl.where(x != x, 0x7FFFFFFE, order)
 
 
+@triton.jit
+def value_of(order):
+    """About the fp32 value of an order, kept far enough from infinity that differences are finite."""
+    value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.minimum(tl.maximum(value, -1.0e38), 1.0e38)
+
+
 @triton.jit(
     do_not_specialize=[
-        "score_row", "first_key", "columns", "topk", "carry_row", "out_row", "last",
+        "score_row",
+        "first_key",
+        "columns",
+        "topk",
+        "carry_row",
+        "out_row",
+        "last",
     ],
-    do_not_specialize_on_alignment=["starts", "ends", "carry_ids", "carry_order", "out_ids", "out_order", "length"],
+    do_not_specialize_on_alignment=[
+        "starts",
+        "ends",
+        "carry_ids",
+        "carry_order",
+        "out_ids",
+        "out_order",
+        "length",
+    ],
 )
 def select_kernel(
     scores,
@@ -131,8 +162,9 @@ def select_kernel(
 ):
     """Grid (rows,). Best ``topk`` of one block of columns and of what earlier blocks chose (``carry``, lower ids).
 
-    ``scores [rows, columns]``; ``carry_ids``, ``carry_order [rows, BLOCK_K]`` as this kernel writes them: ascending ids,
-    padded with -1 and LOWEST. Writes ``out_ids`` likewise, ``topk`` wide, and ``length``; ``out_order`` unless ``last``.
+    ``scores [rows, columns]``; ``carry_ids``, ``carry_order [rows, BLOCK_K]`` as this kernel writes them: ascending
+    ids, padded with -1 and LOWEST. Writes ``out_ids`` likewise, ``topk`` wide, and ``length``; ``out_order`` unless
+    ``last``.
     """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
@@ -160,13 +192,15 @@ def select_kernel(
     step = valid * 0
     # Too few to choose from: everything is taken, no threshold is needed.
     while (at_low > topk) & (high - low > 1):
-        # Counts fall about exponentially in the tail, so interpolate their logarithms; halve every other step, which
-        # bounds the number of sweeps. The first two look at zero: after a ReLU the threshold often is exactly zero.
+        # Counts fall about exponentially with the value, so interpolate their logarithms; every third step halves the
+        # bracket, which bounds the number of sweeps. The first two look at zero: after a ReLU it often is the
+        # threshold.
         up = tl.log2(at_low.to(tl.float32))
         down = tl.log2(tl.maximum(at_high.to(tl.float32), 0.5))
         fraction = (up - tl.log2(topk.to(tl.float32))) / (up - down)
-        guess = low + (fraction * (high - low).to(tl.float32)).to(tl.int64)
-        middle = tl.where(step % 2 == 0, guess, low + (high - low) // 2)
+        low_value = value_of(low.to(tl.int32))
+        guess = ordered(low_value + fraction * (value_of(high.to(tl.int32)) - low_value)).to(tl.int64)
+        middle = tl.where(step % 3 == 1, low + (high - low) // 2, guess)
         middle = tl.where(step < 2, (1 - step).to(tl.int64), middle)
         middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
         bound = middle.to(tl.int32)

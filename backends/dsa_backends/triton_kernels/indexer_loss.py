@@ -14,7 +14,8 @@ from dsa_backends.triton_kernels.launch import (
     row_chunks,
 )
 from dsa_backends.triton_kernels.loss_kernels import loss_gradient_kernel, loss_score_kernel
-from dsa_backends.triton_kernels.ordered_sum import ORDER_BYTES_PER_SLOT, add_in_order, slot_order
+from dsa_backends.triton_kernels.ordered_sum import add_in_order, slot_order
+from dsa_backends.triton_kernels.scratch import loss_rows, total
 from dsa_backends.triton_kernels.slots import Slots
 from dsa_backends.triton_kernels.tiles import LossTiles, loss_tiles
 from dsa_dispatch._call import RowLayout, StageOptions
@@ -54,11 +55,6 @@ def indexer_loss(
     )
 
 
-def loss_row_bytes(width: int, dim: int, *, deterministic: bool) -> int:
-    """Scratch of one row: scores and two facts; in the deterministic form the partial rows of dk."""
-    return width * 4 + 8 + (width * (dim * 4 + ORDER_BYTES_PER_SLOT) if deterministic else 0)
-
-
 def launch_loss(
     q: Tensor,
     k: Tensor,
@@ -77,7 +73,7 @@ def launch_loss(
     q, k, w, mass = aligned(q), aligned(k), last_contiguous(w), last_contiguous(mass)
     total_rows, heads, dim = q.shape
     ordered = options.deterministic and dk is not None
-    row_bytes = slots.row_bytes + loss_row_bytes(slots.width, dim, deterministic=ordered)
+    row_bytes = total(loss_rows(slots.width, dim, slots.dense_keys, deterministic=ordered))
 
     def fresh(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -16,6 +16,7 @@ from dsa_backends.triton_kernels.launch import (
     tail_width,
 )
 from dsa_backends.triton_kernels.loss_kernels import mass_kernel
+from dsa_backends.triton_kernels.scratch import target_rows, total
 from dsa_backends.triton_kernels.slots import Slots
 from dsa_backends.triton_kernels.tiles import AttentionTile, mass_tile
 from dsa_dispatch._call import RowLayout, StageOptions
@@ -48,7 +49,14 @@ def indexer_target(
 
 
 def launch_target(
-    query: Tensor, key: Tensor, slots: Slots, *, lse: Tensor | None, scale: float, tile: AttentionTile, budget: int
+    query: Tensor,
+    key: Tensor,
+    slots: Slots,
+    *,
+    lse: Tensor | None,
+    scale: float,
+    tile: AttentionTile,
+    budget: int,
 ) -> Tensor:
     """The target with a given tile; what the benchmark and the tests vary."""
     query, key = aligned(query), aligned(key)
@@ -59,7 +67,7 @@ def launch_target(
     tail = channels - main
     parts = 2 if tile.parts == 2 and main >= 512 else 1
     with on_device(query):
-        for first, last in row_chunks(total_rows, slots.row_bytes + heads * 4, budget):
+        for first, last in row_chunks(total_rows, total(target_rows(heads, slots.dense_keys)), budget):
             ids, length = slots.chunk(first, last)
             q = query[first:last]
             part = mass[first:last]

@@ -17,11 +17,9 @@ from dsa_backends.triton_kernels.launch import (
     precision,
     processors,
 )
+from dsa_backends.triton_kernels.scratch import COLUMN_BLOCKS, carry_width, column_block, topk_rows, total
 from dsa_backends.triton_kernels.tiles import ScoreTile, score_tile, select_warps
 from dsa_dispatch._call import RowLayout, StageOptions
-
-COLUMN_BLOCKS = (1024, 4096, 16384, 32768)
-"""Columns the selection holds in registers at a time; the smallest that fits is taken, so few variants are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +55,19 @@ def indexer_topk(
     options: StageOptions,
 ) -> tuple[Tensor, Tensor]:
     """See ``dsa_dispatch._contract.IndexerTopK``. Up to 128 heads, ``topk`` up to 4096; ids come out ascending."""
-    columns = next((block for block in COLUMN_BLOCKS if block >= rows.keys), COLUMN_BLOCKS[-1])
+    columns = column_block(rows.keys)
     return launch_topk(
-        q, k, w, starts, ends, rows=rows, topk=topk, use_relu=use_relu, budget=options.memory_budget, columns=columns
+        q,
+        k,
+        w,
+        starts,
+        ends,
+        rows=rows,
+        topk=topk,
+        use_relu=use_relu,
+        budget=options.memory_budget,
+        columns=columns,
     )
-
-
-def topk_row_bytes(keys: int, topk: int, columns: int) -> int:
-    """Scratch of one row: its scores, and two carries of ids and orders where the keys need several blocks."""
-    return columns * 4 + (16 * carry_width(topk) if keys > columns else 0)
-
-
-def carry_width(topk: int) -> int:
-    return max(16, 1 << (topk - 1).bit_length())
 
 
 def launch_topk(
@@ -91,7 +89,7 @@ def launch_topk(
     tile = score_tile(device_architecture(q), q.shape[1], q.element_size())
     indices = torch.empty((total_rows, topk), dtype=torch.int32, device=q.device)
     length = torch.empty((total_rows,), dtype=torch.int32, device=q.device)
-    most = max(1, min(budget // topk_row_bytes(rows.keys, topk, columns), total_rows, 65535 * tile.rows))
+    most = max(1, min(budget // total(topk_rows(rows.keys, topk, columns)), total_rows, 65535 * tile.rows))
     wave = processors(q)
     # Whole waves of the selection, one row per multiprocessor: a last wave of few rows would cost a full one.
     most = most // wave * wave if most > wave else most
@@ -167,7 +165,17 @@ class ScoreBlocks:
             self.score(start, columns)
             last = start + block >= last_key
             carry = select_block(
-                self.scores, self.starts, self.ends, start, columns, topk, block, carry, indices, length, last=last
+                self.scores,
+                self.starts,
+                self.ends,
+                start,
+                columns,
+                topk,
+                block,
+                carry,
+                indices,
+                length,
+                last=last,
             )
 
 

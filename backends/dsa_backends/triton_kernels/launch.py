@@ -20,7 +20,9 @@ def aligned(tensor: Tensor) -> Tensor:
     The kernels take strides in units of 8 elements: the compiler then knows their divisibility, whatever the length.
     """
     strides = tensor.stride()
-    fits = strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1]) and tensor.data_ptr() % 16 == 0
+    fits = (
+        strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1]) and tensor.data_ptr() % 16 == 0
+    )
     if fits:
         return tensor
     copy = tensor.contiguous()

@@ -1,5 +1,5 @@
-# ruff: noqa: ANN
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """The teacher's mass and the indexer's loss over given slots.
 
 Teacher, for a row with queries ``Q [H, Dqk]`` and slot keys ``K [W, Dqk]``::
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsa_backends.triton_kernels.forward_kernels import key_span, valid_ids
+from dsa_backends.triton_kernels.forward_kernels import valid_ids
 
 _FLOOR = tl.constexpr(-1.0e30)
 
@@ -69,7 +69,7 @@ def mass_kernel(
     in_tail = offs_t < TAIL
     idx += row * idx_row
     mass += row * mass_row
-    spare, first, last = key_span(idx, 0, tl.minimum(tl.load(length + row), width), keys, BLOCK_N)
+    end = tl.minimum(tl.load(length + row), width)
     for first_head in tl.range(0, heads, BLOCK_H, num_stages=1):
         offs_h = first_head + tl.arange(0, BLOCK_H)
         has_head = offs_h < heads
@@ -78,26 +78,27 @@ def mass_kernel(
         if PARTS == 2:
             q_1 = tl.load(q_rows + (BLOCK_PART + offs_p)[None, :], mask=has_head[:, None], other=0.0)
         if TAIL > 0:
-            q_t = tl.load(q_rows + (MAIN + offs_t)[None, :], mask=has_head[:, None] & in_tail[None, :], other=0.0)
+            q_t = tl.load(
+                q_rows + (MAIN + offs_t)[None, :], mask=has_head[:, None] & in_tail[None, :], other=0.0
+            )
         base = tl.zeros([BLOCK_H], tl.float32)
         if not FIND_LSE:
             base = tl.load(lse + row * heads + offs_h, mask=has_head, other=float("inf"))
             base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
         top = tl.full([BLOCK_H], _FLOOR, tl.float32)
         total = tl.zeros([BLOCK_H], tl.float32)
-        next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
-        for start in tl.range(first, last, BLOCK_N):
-            ids = next_ids
-            ok = next_ok
-            next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, last, keys)
-            k_rows = kv + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (kv_row8 * 8)
-            k_0 = tl.load(k_rows + offs_p[None, :], mask=in_part[None, :], other=0.0)
+        for start in tl.range(0, end, BLOCK_N):
+            ids, ok = valid_ids(idx, start + offs_n, end, keys)
+            k_rows = kv + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (kv_row8 * 8)
+            k_0 = tl.load(k_rows + offs_p[None, :], mask=ok[:, None] & in_part[None, :], other=0.0)
             score = tl.dot(q_0, tl.trans(k_0), input_precision=PRECISION)
             if PARTS == 2:
-                k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :])
+                k_1 = tl.load(k_rows + (BLOCK_PART + offs_p)[None, :], mask=ok[:, None], other=0.0)
                 score = tl.dot(q_1, tl.trans(k_1), score, input_precision=PRECISION)
             if TAIL > 0:
-                k_t = tl.load(k_rows + (MAIN + offs_t)[None, :], mask=in_tail[None, :], other=0.0)
+                k_t = tl.load(
+                    k_rows + (MAIN + offs_t)[None, :], mask=ok[:, None] & in_tail[None, :], other=0.0
+                )
                 score = tl.dot(q_t, tl.trans(k_t), score, input_precision=PRECISION)
             score = tl.where(ok[None, :], score * scale_log2, float("-inf"))
             if FIND_LSE:
@@ -117,7 +118,18 @@ def mass_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["q_row8", "q_head8", "k_row8", "w_row", "idx_row", "mass_row", "score_row", "keys", "width", "heads"],
+    do_not_specialize=[
+        "q_row8",
+        "q_head8",
+        "k_row8",
+        "w_row",
+        "idx_row",
+        "mass_row",
+        "score_row",
+        "keys",
+        "width",
+        "heads",
+    ],
     do_not_specialize_on_alignment=["w", "idx", "length", "mass", "scores", "facts"],
 )
 def loss_score_kernel(
@@ -146,7 +158,7 @@ def loss_score_kernel(
     RELU: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (rows,). ``scores [rows, W]`` of the walked slots, and ``facts [rows, 2]``: lse of the scores, sum of the mass."""
+    """Grid (rows,). ``scores [rows, W]`` of the walked slots; ``facts [rows, 2]``: their lse, the sum of the mass."""
     row = tl.program_id(0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -157,17 +169,14 @@ def loss_score_kernel(
     q_rows = q + row * q_row8 * 8 + offs_h.to(tl.int64)[:, None] * q_head8 * 8
     query = tl.load(q_rows + offs_d[None, :], mask=has_head[:, None] & in_dim[None, :], other=0.0)
     weight = tl.load(w + row * w_row + offs_h, mask=has_head, other=0.0).to(tl.float32)
-    spare, first, last = key_span(idx, 0, tl.minimum(tl.load(length + row), width), keys, BLOCK_N)
+    end = tl.minimum(tl.load(length + row), width)
     top = tl.full([BLOCK_N], _FLOOR, tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
     weighed = tl.zeros([BLOCK_N], tl.float32)
-    next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
-    for start in tl.range(first, last, BLOCK_N):
-        ids = next_ids
-        ok = next_ok
-        next_ids, next_ok = valid_ids(idx, start + BLOCK_N + offs_n, last, keys)
-        k_rows = k + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (k_row8 * 8)
-        key = tl.load(k_rows + offs_d[None, :], mask=in_dim[None, :], other=0.0)
+    for start in tl.range(0, end, BLOCK_N):
+        ids, ok = valid_ids(idx, start + offs_n, end, keys)
+        k_rows = k + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (k_row8 * 8)
+        key = tl.load(k_rows + offs_d[None, :], mask=ok[:, None] & in_dim[None, :], other=0.0)
         s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if RELU:
             s = tl.maximum(s, 0.0)
@@ -177,18 +186,30 @@ def loss_score_kernel(
         # One running maximum per column of the tile: nothing is reduced inside the loop.
         score = tl.where(ok, score, float("-inf"))
         new_top = tl.maximum(top, score)
-        total = total * tl.exp2((top - new_top) * 1.4426950408889634) + tl.exp2((score - new_top) * 1.4426950408889634)
+        total = total * tl.exp2((top - new_top) * 1.4426950408889634) + tl.exp2(
+            (score - new_top) * 1.4426950408889634
+        )
         top = new_top
     best = tl.max(top, 0)
     total = tl.sum(total * tl.exp2((top - best) * 1.4426950408889634), 0)
     some = total > 0.0
-    tl.store(facts + row * 2, tl.where(some, best + tl.log(tl.where(some, total, 1.0)), float("inf")))
+    tl.store(facts + row * 2, tl.where(some, best + tl.log(tl.where(some, total, 1.0)), 0.0))
     tl.store(facts + row * 2 + 1, tl.sum(weighed, 0))
 
 
 @triton.jit(
     do_not_specialize=[
-        "q_row8", "q_head8", "k_row8", "w_row", "idx_row", "mass_row", "score_row", "target_row4", "keys", "width", "heads",
+        "q_row8",
+        "q_head8",
+        "k_row8",
+        "w_row",
+        "idx_row",
+        "mass_row",
+        "score_row",
+        "target_row4",
+        "keys",
+        "width",
+        "heads",
     ],
     do_not_specialize_on_alignment=["w", "idx", "length", "mass", "scores", "facts", "kl", "dw"],
 )
@@ -248,20 +269,17 @@ def loss_gradient_kernel(
     mass_sum = tl.load(facts + row * 2 + 1)
     inverse = 1.0 / tl.maximum(mass_sum, 1e-10)
     target_sum = mass_sum * inverse
-    spare, first, last = key_span(idx, 0, tl.minimum(tl.load(length + row), width), keys, BLOCK_N)
+    end = tl.minimum(tl.load(length + row), width)
     loss = tl.zeros([BLOCK_N], tl.float32)
     if NEED_DQ:
         dq_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     if NEED_DW:
         dw_acc = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-    next_ids, next_ok = valid_ids(idx, first + offs_n, last, keys)
-    for start in tl.range(first, last, BLOCK_N):
+    for start in tl.range(0, end, BLOCK_N):
         slots = start + offs_n
-        ids = next_ids
-        ok = next_ok
-        next_ids, next_ok = valid_ids(idx, slots + BLOCK_N, last, keys)
-        k_rows = k + tl.where(ok, ids, spare).to(tl.int64)[:, None] * (k_row8 * 8)
-        key = tl.load(k_rows + offs_d[None, :], mask=in_dim[None, :], other=0.0)
+        ids, ok = valid_ids(idx, slots, end, keys)
+        k_rows = k + tl.where(ok, ids, 0).to(tl.int64)[:, None] * (k_row8 * 8)
+        key = tl.load(k_rows + offs_d[None, :], mask=ok[:, None] & in_dim[None, :], other=0.0)
         s = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         logit = tl.load(scores + row * score_row + slots, mask=ok, other=0.0) - base
         goal = tl.load(mass + row * mass_row + slots, mask=ok, other=0.0) * inverse

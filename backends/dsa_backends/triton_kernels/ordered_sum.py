@@ -1,11 +1,10 @@
-# ruff: noqa: ANN
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Sums of scattered rows in a fixed order: the deterministic alternative to atomics.
 
 ``partial [rows * width, C]`` holds one row per slot. Per key, its slots are added one after the other in ascending
 (row, slot) order onto what the key already has. The result is the same bits for any cut of the rows into chunks.
 """
-
 
 from __future__ import annotations
 
@@ -15,9 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-ORDER_BYTES_PER_SLOT = 48
-"""Ids and slots before and after sorting (4 + 4 + 8 + 8 bytes) and the sort's own copies of them."""
 
 
 class SlotOrder(NamedTuple):
@@ -60,7 +56,9 @@ def add_in_order(partial: Tensor, order: SlotOrder, target: Tensor) -> None:
     do_not_specialize=["partial_row4", "target_row4", "channels"],
     do_not_specialize_on_alignment=["slots", "begin"],
 )
-def ordered_sum_kernel(partial, slots, begin, target, partial_row4, target_row4, channels, BLOCK: tl.constexpr):
+def ordered_sum_kernel(
+    partial, slots, begin, target, partial_row4, target_row4, channels, BLOCK: tl.constexpr
+):
     """Grid (keys, channel blocks). Four rows are in flight at a time; they are still added one by one."""
     key = tl.program_id(0).to(tl.int64)
     first = tl.load(begin + key)
@@ -78,9 +76,15 @@ def ordered_sum_kernel(partial, slots, begin, target, partial_row4, target_row4,
             slot_2 = tl.load(slots + at + 2, mask=at + 2 < last, other=0)
             slot_3 = tl.load(slots + at + 3, mask=at + 3 < last, other=0)
             row_0 = tl.load(rows + slot_0 * pitch, mask=mask, other=0.0)
-            row_1 = tl.load(rows + slot_1 * pitch, mask=offs < tl.where(at + 1 < last, channels, 0), other=0.0)
-            row_2 = tl.load(rows + slot_2 * pitch, mask=offs < tl.where(at + 2 < last, channels, 0), other=0.0)
-            row_3 = tl.load(rows + slot_3 * pitch, mask=offs < tl.where(at + 3 < last, channels, 0), other=0.0)
+            row_1 = tl.load(
+                rows + slot_1 * pitch, mask=offs < tl.where(at + 1 < last, channels, 0), other=0.0
+            )
+            row_2 = tl.load(
+                rows + slot_2 * pitch, mask=offs < tl.where(at + 2 < last, channels, 0), other=0.0
+            )
+            row_3 = tl.load(
+                rows + slot_3 * pitch, mask=offs < tl.where(at + 3 < last, channels, 0), other=0.0
+            )
             # where, not "+ 0": -0.0 + 0.0 is +0.0, and then the bits would depend on where a group of four ends.
             acc = acc + row_0
             acc = tl.where(at + 1 < last, acc + row_1, acc)

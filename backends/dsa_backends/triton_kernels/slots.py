@@ -26,9 +26,9 @@ class Slots:
         return self.rows.keys if self.indices is None else self.indices.shape[1]
 
     @property
-    def row_bytes(self) -> int:
-        """Scratch of one row: the ids of the dense form and the temporaries that make them."""
-        return self.rows.keys * 16 if self.indices is None else 0
+    def dense_keys(self) -> int:
+        """Keys whose ids have to be made: none in the sparse form."""
+        return self.rows.keys if self.indices is None else 0
 
     def chunk(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         part = slice(first, last)
@@ -38,7 +38,10 @@ class Slots:
         device = self.starts.device
         row = torch.arange(first, last, device=device, dtype=torch.int32) + self.rows.first_row
         item = torch.div(row, self.rows.rows, rounding_mode="floor")
-        ids = torch.arange(self.rows.keys, device=device, dtype=torch.int32) + (item * self.rows.keys)[:, None]
+        ids = (
+            torch.arange(self.rows.keys, device=device, dtype=torch.int32) + (item * self.rows.keys)[:, None]
+        )
         inside = (ids >= self.starts[part, None]) & (ids < self.ends[part, None])
-        length = torch.full((last - first,), self.rows.keys, dtype=torch.int32, device=device)
+        # Nothing is walked past the range's end.
+        length = (self.ends[part] - item * self.rows.keys).clamp(0, self.rows.keys).to(torch.int32)
         return torch.where(inside, ids, -1), length

@@ -6,13 +6,19 @@ The figures behind the rows are in ``benchmarks/triton``.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final, Literal
 
 Architecture = Literal["small", "sm80", "sm90", "sm100"]
 HeadClass = Literal["few", "some", "many"]
 
-SHARED_MEMORY: Final[dict[Architecture, int]] = {"small": 101_376, "sm80": 166_912, "sm90": 232_448, "sm100": 232_448}
+SHARED_MEMORY: Final[dict[Architecture, int]] = {
+    "small": 101_376,
+    "sm80": 166_912,
+    "sm90": 232_448,
+    "sm100": 232_448,
+}
 """Bytes of shared memory one block may have: 8.6, 8.9 and 12.x are "small"."""
 
 WIDE: Final = 320
@@ -31,7 +37,7 @@ class AttentionTile:
     wgmma: bool = False
     """Claims Hopper's warp-group products (checked in the machine code)."""
     placed: bool = False
-    """The kernel of ``hopper_kernels``, whose copies are placed by hand; ``stages`` means nothing there."""
+    """The kernel of ``hopper_common``, whose copies are placed by hand; ``stages`` means nothing there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +73,35 @@ _FORWARD: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
     ("sm80", "few"): AttentionTile(16, 32, 4, 3, 2),
     ("sm80", "some"): AttentionTile(32, 32, 4, 3, 2),
     ("sm80", "many"): AttentionTile(32, 32, 4, 3, 2),
-    ("sm90", "few"): AttentionTile(16, 64, 4, 3, 2),
+    ("sm90", "few"): AttentionTile(16, 32, 4, 3, 2),
     ("sm90", "some"): AttentionTile(32, 64, 4, 3, 2),
-    ("sm90", "many"): AttentionTile(64, 32, 8, 3, 2, wgmma=True),
+    ("sm90", "many"): AttentionTile(64, 64, 8, 2, 2, wgmma=True),
     ("sm100", "few"): AttentionTile(16, 64, 4, 3, 2),
     ("sm100", "some"): AttentionTile(32, 32, 4, 3, 2),
     ("sm100", "many"): AttentionTile(64, 32, 8, 2, 2),
 }
 
 
-def forward_tile(arch: Architecture, heads: int, channels: int, parts: int, itemsize: int) -> AttentionTile:
-    """Tile of ``attention_forward``; ``parts`` is 1 where the value part is too narrow to be cut."""
+_PLACED_FORWARD: Final[dict[HeadClass, AttentionTile]] = {
+    "few": AttentionTile(16, 64, 4, 1, 1, wgmma=True, placed=True),
+    "many": AttentionTile(64, 64, 8, 2, 1, wgmma=True, placed=True),
+}
+PLACED_TAILS: Final = (0, 16, 32, 64)
+
+
+def placed(arch: Architecture, qk: int, v: int, itemsize: int) -> bool:
+    """Whether the hand-placed kernels of ``hopper_common`` take these channels."""
+    return arch == "sm90" and itemsize == 2 and v == 512 and qk - v in PLACED_TAILS
+
+
+def forward_tile(arch: Architecture, heads: int, qk: int, v: int, itemsize: int) -> AttentionTile:
+    """Tile of ``attention_forward``. Value parts narrower than 512 are not cut in two."""
+    parts = 2 if v >= 512 and v & (v - 1) == 0 else 1
     if itemsize == 4:
         return AttentionTile(16, 16, 4, 2, parts)
-    tile = _FORWARD[arch, head_class(heads)]
-    return AttentionTile(tile.heads, tile.keys, tile.warps, tile.stages, parts, tile.wgmma)
+    if placed(arch, qk, v, itemsize) and head_class(heads) in _PLACED_FORWARD:
+        return _PLACED_FORWARD[head_class(heads)]
+    return dataclasses.replace(_FORWARD[arch, head_class(heads)], parts=parts)
 
 
 _SMALL_BACKWARD: Final = BackwardTiles(AttentionTile(16, 16, 4, 2, 2), AttentionTile(16, 32, 4, 2, 128))
@@ -89,11 +109,11 @@ _BACKWARD: Final[dict[tuple[Architecture, HeadClass], BackwardTiles]] = {
     ("sm80", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 2, 128)),
     ("sm80", "some"): BackwardTiles(AttentionTile(32, 32, 8, 2, 2), AttentionTile(32, 64, 4, 2, 128)),
     ("sm80", "many"): BackwardTiles(AttentionTile(32, 32, 8, 2, 2), AttentionTile(128, 32, 8, 2, 128)),
-    ("sm90", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 3, 128)),
+    ("sm90", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3), AttentionTile(16, 64, 4, 3, 128)),
     ("sm90", "some"): BackwardTiles(AttentionTile(32, 32, 8, 3, 2), AttentionTile(32, 64, 4, 3, 128)),
     ("sm90", "many"): BackwardTiles(
         AttentionTile(64, 32, 4, 2, 2, wgmma=True),
-        AttentionTile(128, 64, 8, 2, 128, wgmma=True),
+        AttentionTile(128, 64, 4, 1, 128, wgmma=True),
         AttentionTile(128, 64, 8, 3, 256, wgmma=True),
     ),
     ("sm100", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 3, 128)),
@@ -103,10 +123,17 @@ _BACKWARD: Final[dict[tuple[Architecture, HeadClass], BackwardTiles]] = {
 """In ``key`` and ``query`` tiles ``parts`` is the width of a channel slice."""
 
 
-def backward_tiles(arch: Architecture, heads: int, itemsize: int) -> BackwardTiles:
+def backward_tiles(arch: Architecture, heads: int, qk: int, v: int, itemsize: int) -> BackwardTiles:
+    """Tiles of ``attention_backward``."""
     if itemsize == 4:
         return BackwardTiles(AttentionTile(16, 16, 4, 1, 2), AttentionTile(16, 16, 4, 1, 64))
-    return _SMALL_BACKWARD if arch == "small" else _BACKWARD[arch, head_class(heads)]
+    tiles = _SMALL_BACKWARD if arch == "small" else _BACKWARD[arch, head_class(heads)]
+    if not tiles.fused and placed(arch, qk, v, itemsize):
+        return dataclasses.replace(tiles, pairs=_PLACED_PAIRS)
+    return tiles
+
+
+_PLACED_PAIRS: Final = AttentionTile(64, 64, 4, 1, 2, wgmma=True, placed=True)
 
 
 def split_count(
@@ -153,8 +180,8 @@ def score_tile(arch: Architecture, heads: int, itemsize: int) -> ScoreTile:
 
 
 def select_warps(columns: int) -> int:
-    """About 64 values of a row per thread."""
-    return max(4, min(16, columns // 2048))
+    """32 values of a row per thread: 64 would leave one program of few warps per multiprocessor."""
+    return max(4, min(32, columns // 1024))
 
 
 _MASS: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
@@ -166,7 +193,7 @@ _MASS: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
     ("sm80", "many"): AttentionTile(32, 32, 4, 3, 2),
     ("sm90", "few"): AttentionTile(16, 32, 4, 3, 2),
     ("sm90", "some"): AttentionTile(32, 32, 4, 3, 2),
-    ("sm90", "many"): AttentionTile(64, 32, 4, 3, 2, wgmma=True),
+    ("sm90", "many"): AttentionTile(64, 64, 4, 2, 2, wgmma=True),
     ("sm100", "few"): AttentionTile(16, 32, 4, 3, 2),
     ("sm100", "some"): AttentionTile(32, 32, 4, 3, 2),
     ("sm100", "many"): AttentionTile(32, 32, 4, 3, 2),

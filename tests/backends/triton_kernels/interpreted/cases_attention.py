@@ -19,7 +19,9 @@ def case(rows, keys, width, heads, dqk, dtype, seed=0, holes=True, gain=1.0):
     make = torch.Generator().manual_seed(seed)
     q = (torch.randn(rows, heads, dqk, generator=make) * gain).to(dtype)
     kv = (torch.randn(keys, dqk, generator=make) * gain).to(dtype)
-    indices = torch.stack([torch.randperm(keys * 2, generator=make)[:width] % keys for _ in range(rows)]).int()
+    indices = torch.stack(
+        [torch.randperm(keys * 2, generator=make)[:width] % keys for _ in range(rows)]
+    ).int()
     length = torch.full((rows,), width, dtype=torch.int32)
     if holes:
         indices[torch.rand(rows, width, generator=make) < 0.3] = -1
@@ -36,9 +38,20 @@ def layout(q, kv):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("heads", "dqk", "dv"),
-    [(1, 64, 64), (4, 80, 64), (8, 192, 128), (24, 320, 256), (48, 80, 64), (96, 80, 64), (3, 112, 96), (128, 32, 16)],
+    [
+        (1, 64, 64),
+        (4, 80, 64),
+        (8, 192, 128),
+        (24, 320, 256),
+        (48, 80, 64),
+        (96, 80, 64),
+        (3, 112, 96),
+        (128, 32, 16),
+    ],
 )
-def test_forward_and_backward_agree_with_the_formula_for_any_head_count_and_holes_anywhere(dtype, heads, dqk, dv):
+def test_forward_and_backward_agree_with_the_formula_for_any_head_count_and_holes_anywhere(
+    dtype, heads, dqk, dv
+):
     q, kv, indices, length = case(5, 40, 37, heads, dqk, dtype)
     scale = dqk**-0.5
     options = StageOptions()
@@ -213,6 +226,8 @@ def test_inputs_strided_in_their_first_dimension_are_read_in_place_and_kept():
     got, _ = attention_forward(
         wide[::2], kv, indices, length, scale=0.1, v_channels=16, rows=layout(q, kv), options=options
     )
-    want, _ = attention_forward(q, kv, indices, length, scale=0.1, v_channels=16, rows=layout(q, kv), options=options)
+    want, _ = attention_forward(
+        q, kv, indices, length, scale=0.1, v_channels=16, rows=layout(q, kv), options=options
+    )
     assert torch.equal(got, want)
     assert torch.equal(wide[::2], q)

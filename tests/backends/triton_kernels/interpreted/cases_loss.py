@@ -77,7 +77,9 @@ def test_mass_is_the_softmax_summed_over_heads_and_zero_where_there_is_no_key(he
         lse = torch.full((5, heads), -torch.inf)
         for row, slots in enumerate(slots_of(indices, length, 40)):
             if len(slots):
-                lse[row] = torch.logsumexp(0.2 * data["query"][row] @ data["key"][indices[row, slots].long()].T, -1)
+                lse[row] = torch.logsumexp(
+                    0.2 * data["query"][row] @ data["key"][indices[row, slots].long()].T, -1
+                )
     bounds = torch.zeros(5, dtype=torch.int32)
     got = indexer_target(
         data["query"], data["key"], indices=indices, length=length, starts=bounds, ends=bounds + 40, lse=lse,
@@ -103,7 +105,9 @@ def test_dense_mass_covers_the_range_of_the_rows_own_item_for_any_budget(budget)
 
 
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize(("index_heads", "dtype"), [(1, torch.float32), (20, torch.float16), (128, torch.float32)])
+@pytest.mark.parametrize(
+    ("index_heads", "dtype"), [(1, torch.float32), (20, torch.float16), (128, torch.float32)]
+)
 def test_sparse_loss_and_its_gradients_agree_with_autograd(index_heads, dtype, relu):
     data, indices, length = case(dtype, index_heads=index_heads)
     mass = mass_of(data["query"], data["key"], indices, length, 0.2).float()
@@ -156,7 +160,12 @@ def test_gradients_that_are_not_needed_are_none_and_change_nothing():
         )
         for dq, dw in ((True, True), (False, True), (True, False), (False, False))
     ]  # fmt: skip
-    assert [(r.dq is None, r.dw is None) for r in results] == [(False, False), (True, False), (False, True), (True, True)]
+    assert [(r.dq is None, r.dw is None) for r in results] == [
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
     assert torch.equal(results[0].dq, results[2].dq)
     assert torch.equal(results[0].dw, results[1].dw)
     assert all(torch.equal(results[0].kl, r.kl) for r in results)

@@ -32,14 +32,22 @@ def ranges(rows, columns):
 
 
 SPECIAL = {
-    "values that differ only in low bits": lambda g: 1.0 + torch.randint(0, 2055000, (2, 1000), generator=g) * 1.1920929e-7,
+    "values that differ only in low bits": lambda g: (
+        1.0 + torch.randint(0, 2055000, (2, 1000), generator=g) * 1.1920929e-7
+    ),
     "all equal": lambda g: torch.full((2, 1000), 3.0),
     "zeros and few positives": lambda g: torch.where(torch.rand(2, 1000, generator=g) < 0.02, 1.0, 0.0),
-    "negative zeros equal positive zeros": lambda g: torch.where(torch.rand(2, 1000, generator=g) < 0.5, -0.0, 0.0),
-    "minus infinity is selectable": lambda g: torch.where(torch.rand(2, 1000, generator=g) < 0.9, -torch.inf, 1.0),
+    "negative zeros equal positive zeros": lambda g: torch.where(
+        torch.rand(2, 1000, generator=g) < 0.5, -0.0, 0.0
+    ),
+    "minus infinity is selectable": lambda g: torch.where(
+        torch.rand(2, 1000, generator=g) < 0.9, -torch.inf, 1.0
+    ),
     "few distinct integers": lambda g: torch.randint(-3, 4, (2, 1000), generator=g).float(),
     "normal": lambda g: torch.randn(2, 1000, generator=g),
-    "denormals and huge values": lambda g: torch.randn(2, 1000, generator=g) * 10.0 ** torch.randint(-44, 38, (2, 1000), generator=g),
+    "denormals and huge values": lambda g: (
+        torch.randn(2, 1000, generator=g) * 10.0 ** torch.randint(-44, 38, (2, 1000), generator=g)
+    ),
 }
 
 
@@ -91,14 +99,25 @@ def scores_of(q, k, w, relu):
 
 
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize(("heads", "dim", "dtype"), [(1, 64, torch.float16), (20, 128, torch.float16), (128, 64, torch.float16), (4, 64, torch.float32)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"),
+    [(1, 64, torch.float16), (20, 128, torch.float16), (128, 64, torch.float16), (4, 64, torch.float32)],
+)
 def test_topk_of_exact_scores_equals_the_rule(heads, dim, dtype, relu):
     q, k, w = index_case(7, 150, heads, dim, dtype)
     ends = torch.arange(144, 151, dtype=torch.int32)
     starts = torch.zeros_like(ends)
     starts[3] = ends[3] = 9
     indices, length = indexer_topk(
-        q, k, w, starts, ends, rows=RowLayout(1, 7, 150, bounds="ranges"), topk=40, use_relu=relu, options=StageOptions()
+        q,
+        k,
+        w,
+        starts,
+        ends,
+        rows=RowLayout(1, 7, 150, bounds="ranges"),
+        topk=40,
+        use_relu=relu,
+        options=StageOptions(),
     )
     check(indices, length, best(scores_of(q, k, w, relu), starts, ends, 40), 40)
 
@@ -115,7 +134,16 @@ def test_batch_items_see_their_own_keys_only_and_no_budget_changes_the_answer(bu
     # rows 2 .. 13 only: a slice that begins and ends inside an item
     part = slice(2, 13)
     indices, length = launch_topk(
-        q[part], k, w[part], starts[part], ends[part], rows=layout.at(2), topk=20, use_relu=True, budget=budget, columns=32
+        q[part],
+        k,
+        w[part],
+        starts[part],
+        ends[part],
+        rows=layout.at(2),
+        topk=20,
+        use_relu=True,
+        budget=budget,
+        columns=32,
     )
     check(indices, length, want[part], 20)
 
@@ -126,7 +154,15 @@ def test_every_key_stored_twice_is_never_chosen_at_its_higher_place_alone():
     k = torch.cat([half, half])
     starts, ends = ranges(4, 120)
     indices, _ = indexer_topk(
-        q, k, w, starts, ends, rows=RowLayout(1, 4, 120, bounds="ranges"), topk=31, use_relu=True, options=StageOptions()
+        q,
+        k,
+        w,
+        starts,
+        ends,
+        rows=RowLayout(1, 4, 120, bounds="ranges"),
+        topk=31,
+        use_relu=True,
+        options=StageOptions(),
     )
     for row in indices.tolist():
         chosen = set(row)

@@ -16,7 +16,9 @@ def slots_of(indices: Tensor, length: Tensor, keys: int) -> list[Tensor]:
     return out
 
 
-def attention(q: Tensor, kv: Tensor, indices: Tensor, length: Tensor, scale: float, dv: int) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, kv: Tensor, indices: Tensor, length: Tensor, scale: float, dv: int
+) -> tuple[Tensor, Tensor]:
     q64, kv64 = q.double(), kv.double()
     rows = []
     lses = []
