@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -86,9 +86,9 @@ def _show(console: Console, name: str, outcomes: Sequence[Outcome], verbose: boo
             state = "[yellow]NOT CHECKED HERE[/]"
         table.add_row(stage, device, str(counts["passed"]), str(counts["failed"]), state)
     console.print(table)
-    for outcome in outcomes:
+    for checks, outcome in _grouped(outcomes):
         if outcome.result != "passed":
-            console.print(f"{outcome.result.upper()} [{outcome.check}] {outcome.text}", markup=False)
+            console.print(f"{outcome.result.upper()} [{checks}] {outcome.text}", markup=False)
         elif verbose:
             console.print(f"passed {outcome.stage} {outcome.device} [{outcome.check}]", markup=False)
     failed = sum(outcome.result == "failed" for outcome in outcomes)
@@ -98,3 +98,17 @@ def _show(console: Console, name: str, outcomes: Sequence[Outcome], verbose: boo
             f"a value the kernel cannot do must leave the capability.",
             markup=False,
         )
+
+
+def _grouped(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, Outcome]]:
+    """The outcomes, those that differ in the declared value alone as one: a stage that fails its self-test is not
+    served for any value, and says so once."""
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        value = outcome.check.removeprefix("accepts ")
+        alike = outcome.text.replace(f": {value} is declared", ": it is declared")
+        key = (outcome.stage, outcome.device, alike or outcome.check)
+        groups.setdefault(key, []).append(outcome)
+    for mine in groups.values():
+        names = [mine[0].check, *(outcome.check.removeprefix("accepts ") for outcome in mine[1:])]
+        yield ", ".join(names), mine[0]

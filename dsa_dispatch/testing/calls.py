@@ -56,13 +56,26 @@ def check_accepted(spec: BackendSpec, stage: Stage, case: Accepted, device: torc
             except ConformanceError as error:
                 raise ConformanceError(f"{claim} the answer is wrong: {error}") from error
             except NoBackendError as error:
-                raise ConformanceError(f"{claim} was not served: {error}") from error
+                raise ConformanceError(f"{claim} was not served: {_reasons(error, spec, stage)}") from None
             except Exception as error:
                 raise ConformanceError(f"{claim} the call raised {type(error).__name__}: {error}") from error
     except ConformanceError:
         raise
     except AssertionError as error:
         raise ConformanceError(f"{claim} did not run here: {error}") from error
+
+
+def _reasons(error: NoBackendError, spec: BackendSpec, stage: Stage) -> str:
+    """Why this backend was not chosen, or what else is missing: the text of the error holds every backend's reasons."""
+    mine = [
+        str(reason)
+        for entry in error.decision.stages
+        if entry.stage == stage
+        for candidate in entry.declined()
+        if candidate.backend == spec.name
+        for reason in candidate.declines
+    ]
+    return "; ".join(mine) or str(error)
 
 
 def check_declined(spec: BackendSpec, stage: Stage, case: Declined) -> None:

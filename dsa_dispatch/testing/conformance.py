@@ -6,7 +6,6 @@ pytest is not imported here: ``BackendConformance`` uses its hooks by their name
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -46,15 +45,15 @@ class ConformanceCheck:
 
     def run(self) -> None:
         """Run it. Whatever else the backend raises becomes a ``ConformanceError`` that names stage and check."""
+        __tracebackhide__ = True
         try:
             self.function()
         except (ConformanceError, NotHere) as error:
-            # The text alone, as another error of the same kind, so that pytest's report begins with the claim.
-            raise type(error)(f"{self.backend} {self.stage} on {self.device}: {error}") from error
+            # What the backend raised, if anything, stays the cause; the suite's own frames tell an author nothing.
+            raise type(error)(f"{self.backend} {self.stage} on {self.device}: {error}") from error.__cause__
         except Exception as error:
-            lines = traceback.format_exception_only(error)
             raise ConformanceError(
-                f"{self.backend} {self.stage} on {self.device}: {self.name}: raised {lines[-1].strip()}"
+                f"{self.backend} {self.stage} on {self.device}: {self.name}: raised {type(error).__name__}: {error}"
             ) from error
 
 
@@ -190,4 +189,5 @@ class BackendConformance:
         )
 
     def test_conformance(self, conformance_check: ConformanceCheck) -> None:
+        __tracebackhide__ = True
         conformance_check.run()
