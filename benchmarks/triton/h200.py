@@ -21,7 +21,6 @@ from triton.testing import do_bench
 
 from dsa_backends.triton_kernels.attention_backward import launch_backward
 from dsa_backends.triton_kernels.attention_forward import launch_forward
-import dsa_backends.triton_kernels.indexer_topk as topk_module
 from dsa_backends.triton_kernels.indexer_loss import launch_loss
 from dsa_backends.triton_kernels.indexer_target import launch_target
 from dsa_backends.triton_kernels.indexer_topk import indexer_topk, select_from_scores
@@ -307,7 +306,7 @@ def check_indexer(select: Callable[[], bool]) -> None:
                 slots,
                 lse=lse,
                 scale=SCALE,
-                tile=mass_tile("sm90", heads, 2),
+                tile=mass_tile("sm90", heads, 576, 2),
                 budget=1 << 28,
             )
             note(check="target", heads=heads, lse=lse is not None, mass=error(mass, want))
@@ -344,15 +343,7 @@ def check_indexer(select: Callable[[], bool]) -> None:
 
 
 def time_indexer() -> None:
-    for rows, keys, budget, tile in (
-        (4096, 8192, 1 << 26, ScoreTile(128, 32, 4, 3)),
-        (4096, 32768, 1 << 26, ScoreTile(128, 32, 4, 3)),
-        (4096, 32768, 1 << 26, ScoreTile(128, 64, 4, 3)),
-        (4096, 32768, 1 << 26, ScoreTile(128, 32, 4, 4)),
-        (4096, 32768, 1 << 26, ScoreTile(256, 32, 8, 3)),
-        (4096, 32768, 1 << 26, ScoreTile(128, 128, 4, 3)),
-    ):
-        topk_module.score_tile = lambda *_: tile  # noqa: B023
+    for rows, keys, budget in ((4096, 8192, 1 << 26), (4096, 32768, 1 << 26)):
         data = index_inputs(rows, keys)
         starts, ends = causal(rows, keys)
         call = lambda: indexer_topk(
@@ -447,8 +438,84 @@ def time_long_indexer(size: int = 131072) -> None:
     )
 
 
-MASS = [AttentionTile(64, 64, 4, 2, 2), AttentionTile(64, 32, 4, 3, 2), AttentionTile(64, 64, 4, 3, 2)]
-LOSS = [loss_tiles("sm90", 64, 2), LossTiles(ScoreTile(64, 1, 4, 5), ScoreTile(64, 1, 4, 3))]
+MASS = [mass_tile("sm90", 128, 576, 2), AttentionTile(64, 64, 4, 2, 2)]
+LOSS = [loss_tiles("sm90", 64, 2)]
+
+
+def check_guards() -> None:
+    """No host synchronisation, graph capture, the same bits for any budget, splits against the whole."""
+    data = attention_inputs(300, 64)
+    dout = torch.randn(300, 64, 512, device="cuda").bfloat16()
+    out, lse = launch_forward(**data, scale=SCALE, v_channels=512, tile=MANY, splits=1)
+
+    def backward(dkv: torch.Tensor, deterministic: bool, budget: int = 1 << 28) -> torch.Tensor:
+        dq = launch_backward(
+            **data, out=out, lse=lse, dout=dout, scale=SCALE, v_channels=512, need_dq=True, dkv=dkv, tiles=BACKWARD[64][0],
+            deterministic=deterministic, budget=budget,
+        )  # fmt: skip
+        assert dq is not None
+        return dq
+
+    runs = []
+    for at in range(20):
+        dkv = torch.zeros(KEYS, 576, device="cuda")
+        runs.append((backward(dkv, True, 1 << (24 if at % 2 else 28)), dkv))
+    same = all(torch.equal(runs[0][0], dq) and torch.equal(runs[0][1], dkv) for dq, dkv in runs)
+    note(check="deterministic", runs=20, budgets=2, same_bits=same)
+
+    index = index_inputs(300, KEYS)
+    starts, ends = causal(300, KEYS)
+
+    def everything() -> tuple[torch.Tensor, ...]:
+        launch_forward(**data, scale=SCALE, v_channels=512, tile=MANY, splits=1)
+        dkv = torch.zeros(KEYS, 576, device="cuda")
+        dq = backward(dkv, True)
+        backward(torch.zeros_like(dkv), False)
+        layout = RowLayout(1, 300, KEYS)
+        ids, _ = indexer_topk(
+            **index, starts=starts, ends=ends, rows=layout, topk=2048, use_relu=True, options=StageOptions()
+        )
+        slots = Slots(data["indices"], data["length"], starts, ends, layout)
+        mass = launch_target(data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=MASS[0], budget=1 << 28)
+        terms = launch_loss(
+            **index,
+            slots=slots,
+            mass=mass,
+            use_relu=True,
+            need_dq=True,
+            need_dw=True,
+            dk=None,
+            tiles=LOSS[0],
+            options=StageOptions(),
+        )
+        return dq, dkv, ids, terms.kl
+
+    want = everything()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+        note(check="synchronisation", found=False)
+    except RuntimeError as problem:
+        note(check="synchronisation", found=True, problem=str(problem)[:150])
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = everything()
+    graph.replay()
+    torch.cuda.synchronize()
+    note(check="graph", same_bits=all(torch.equal(a, b) for a, b in zip(want, captured, strict=True)))
+
+
+def time_decode() -> None:
+    for rows in (1, 16):
+        data = attention_inputs(rows, 16)
+        for splits in (1, 8, 16, 32):
+            ms = do_bench(
+                lambda: launch_forward(**data, scale=SCALE, v_channels=512, tile=FEW, splits=splits),
+                return_mode="median",
+            )  # noqa: B023
+            note(time="decode", rows=rows, heads=16, splits=splits, us=ms * 1000)
 
 
 def time_card() -> None:
@@ -478,6 +545,8 @@ def main() -> None:
         if "long" in only:
             time_long_indexer()
         if "attention" in only:
+            check_guards()
+            time_decode()
             time_attention()
     record = {
         "card": torch.cuda.get_device_name(),

@@ -36,7 +36,7 @@ def indexer_target(
     options: StageOptions,
 ) -> Tensor:
     """See ``dsa_dispatch._contract.IndexerTarget``. Channels multiples of 16; a missing lse costs one more pass."""
-    tile = mass_tile(device_architecture(query), query.shape[1], query.element_size())
+    tile = mass_tile(device_architecture(query), query.shape[1], query.shape[2], query.element_size())
     return launch_target(
         query,
         key,
@@ -75,6 +75,9 @@ def launch_target(
                 base = torch.empty((last - first, heads), dtype=torch.float32, device=query.device)
             else:
                 base = lse[first:last].contiguous()
+            if tile.placed and lse is not None:
+                _placed_mass(q, key, ids, length, base, part, scale, slots.width, main, tile)
+                continue
             for find_lse in (True, False) if lse is None else (False,):
                 mass_kernel[(last - first,)](
                     q,
@@ -105,3 +108,39 @@ def launch_target(
                     num_stages=tile.stages,
                 )
     return mass
+
+
+def _placed_mass(
+    q: Tensor,
+    key: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    lse: Tensor,
+    mass: Tensor,
+    scale: float,
+    width: int,
+    main: int,
+    tile: AttentionTile,
+) -> None:
+    # Imported late: only compute capability 9.0 needs it.
+    from dsa_backends.triton_kernels.hopper_mass_kernel import hopper_mass_kernel
+
+    rows, heads, channels = q.shape
+    head_blocks = -(-heads // tile.heads)
+    hopper_mass_kernel[(rows * head_blocks,)](
+        *(q, key, ids, length, lse, mass),
+        scale * LOG2_E,
+        q.stride(0) // 8,
+        q.stride(1) // 8,
+        key.stride(0) // 8,
+        ids.stride(0),
+        mass.stride(0),
+        key.shape[0],
+        width,
+        heads,
+        head_blocks,
+        MAIN=main,
+        TAIL=channels - main,
+        BLOCK_H=tile.heads,
+        num_warps=tile.warps,
+    )

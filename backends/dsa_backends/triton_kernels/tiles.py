@@ -165,7 +165,7 @@ class ScoreTile:
 _SCORE: Final[dict[Architecture, ScoreTile]] = {
     "small": ScoreTile(64, 32, 4, 2),
     "sm80": ScoreTile(128, 32, 4, 3),
-    "sm90": ScoreTile(128, 32, 4, 3, wgmma=True),
+    "sm90": ScoreTile(256, 32, 8, 3, wgmma=True),
     "sm100": ScoreTile(128, 32, 4, 3),
 }
 
@@ -200,9 +200,13 @@ _MASS: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
 }
 
 
-def mass_tile(arch: Architecture, heads: int, itemsize: int) -> AttentionTile:
-    """Tile of ``indexer_target``."""
-    return AttentionTile(16, 16, 4, 1, 2) if itemsize == 4 else _MASS[arch, head_class(heads)]
+def mass_tile(arch: Architecture, heads: int, qk: int, itemsize: int) -> AttentionTile:
+    """Tile of ``indexer_target``. The hand-placed kernel adds up two blocks of heads at most, see there."""
+    if itemsize == 4:
+        return AttentionTile(16, 16, 4, 1, 2)
+    if 32 < heads <= 128 and placed(arch, qk, 512, itemsize):
+        return AttentionTile(64, 64, 4, 2, 2, wgmma=True, placed=True)
+    return _MASS[arch, head_class(heads)]
 
 
 @dataclass(frozen=True, slots=True)
