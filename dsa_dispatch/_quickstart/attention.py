@@ -96,7 +96,9 @@ class Indexer(nn.Module):
         return Selection(chosen_with_loss.indices, chosen_with_loss.length), chosen_with_loss.loss
 
     def _rotated(self, x: Tensor, angle: Tensor) -> Tensor:
-        turning, still = x.split([self.shape.qk_rope, self.shape.index_dim - self.shape.qk_rope], dim=-1)
+        turning, still = torch.split(
+            x, [self.shape.qk_rope, self.shape.index_dim - self.shape.qk_rope], dim=-1
+        )
         return torch.cat([rotate(turning, angle, self.shape.index_rope), still], dim=-1)
 
 
@@ -128,10 +130,10 @@ class SparseAttention(nn.Module):
         rows, batch = x.shape[:2]
         low_rank_query = self.query_norm(self.query_down(x))
         heads = self.query_up(low_rank_query).view(rows, batch, shape.heads, shape.qk_nope + shape.qk_rope)
-        plain, turning = heads.split([shape.qk_nope, shape.qk_rope], dim=-1)
+        plain, turning = torch.split(heads, [shape.qk_nope, shape.qk_rope], dim=-1)
         absorbed = torch.einsum("sbhn,hnc->sbhc", plain, self.key_up)
         query = torch.cat([absorbed, rotate(turning, angle, shape.rope)], dim=-1).to(kernels.dtype)
-        latent, turning = self.key_down(x).split([shape.kv_lora_rank, shape.qk_rope], dim=-1)
+        latent, turning = torch.split(self.key_down(x), [shape.kv_lora_rank, shape.qk_rope], dim=-1)
         key = torch.cat([self.key_norm(latent), rotate(turning, angle, shape.rope)], dim=-1)
         key = key.unsqueeze(2).to(kernels.dtype)
         loss = None

@@ -10,18 +10,17 @@ from dsa_dispatch._quickstart.text import Corpus
 
 
 def choose_prompt(corpus: Corpus, length: int) -> Tensor:
-    """``length`` held-out tokens from the first line that begins after the middle of the held-out text."""
-    middle = corpus.held_out.numel() // 2
-    last = corpus.held_out.numel() - length
-    begin = next(
-        (
-            place
-            for place in range(min(middle, last), last)
-            if corpus.vocabulary.decode(corpus.held_out[place : place + 1]).startswith("\n")
-        ),
-        last,
-    )
+    """``length`` held-out tokens from the first paragraph, or else line, that begins after the middle of the text."""
+    middle, last = corpus.held_out.numel() // 2, corpus.held_out.numel() - length
+    places = range(min(middle, last), last)
+    starts = [place for place in places if _breaks(corpus, place)]
+    paragraphs = (place for place in starts if _breaks(corpus, place + 1))
+    begin = next(paragraphs, next(iter(starts), last))
     return corpus.held_out[begin : begin + length]
+
+
+def _breaks(corpus: Corpus, place: int) -> bool:
+    return corpus.vocabulary.tokens[int(corpus.held_out[place])].startswith(b"\n")
 
 
 @torch.no_grad()

@@ -77,9 +77,9 @@ class LanguageModel(nn.Module):
         self.shape = shape
         self.kernels = kernels
         self.embedding = nn.Embedding(vocabulary, shape.hidden)
-        computing = frozenset(shape.computing_layers)
+        self.sharing = shape.index_sharing
         self.layers = nn.ModuleList(
-            Layer(shape, shape.ffn, computes=number in computing) for number in range(shape.layers)
+            Layer(shape, shape.ffn, computes=self.sharing.computes(number)) for number in range(shape.layers)
         )
         self.norm = nn.RMSNorm(shape.hidden)
         nn.init.normal_(self.embedding.weight, std=shape.hidden**-0.5)
@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
         losses: list[Tensor] = []
         selections: list[Selection] = []
         for number, layer in enumerate(self.layers):
-            source = shape.index_source(number)
+            source = self.sharing.source(number)
             x, used, loss = layer(x, angle, self.kernels, selections[source] if source < number else None)
             selections.append(used)
             if loss is not None:

@@ -94,18 +94,8 @@ def show_report(report: RunReport, console: Console) -> None:
         f"{report.decisions:,} stage decisions, {report.decisions_anew} of them not from the table",
         highlight=False,
     )
-    sample = Styled(report.prompt, style="dim") + Styled(report.continuation, style="bold")
+    sample = Styled(report.prompt.lstrip("\n"), style="dim") + Styled(report.continuation, style="bold")
     console.print(Panel(sample, title="held-out prompt, and what the model adds", title_align="left"))
-
-
-def show_start(report_lines: Iterable[str], console: Console) -> None:
-    for line in report_lines:
-        console.print(line, highlight=False, markup=False)
-
-
-def show_json(report: RunReport, console: Console) -> None:
-    # Rich would wrap a long line, and read brackets in the sample as markup.
-    console.print(report.to_json(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _backend_table(report: RunReport) -> Table:

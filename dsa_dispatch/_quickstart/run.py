@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,13 +40,13 @@ def run(
     """Train the model of ``config`` on a text, sample from it, print the report and return it.
 
     ``text``: a file; None takes the sources of Python's standard library on this machine. ``device``: ``"cpu"`` or a
-    CUDA device. ``steps``, ``backend`` and ``fallback`` override the configuration. ``json``: print the report as one
-    JSON document and nothing else.
+    CUDA device. ``steps``, ``backend`` and ``fallback`` override the configuration. ``json``: write the report to
+    standard output as one JSON document; ``console`` then shows the progress only, on standard error by default.
     Raises ``ConfigError`` for a configuration without a training section, a device that is not there, or a text too
     short; the library's own errors pass through.
     """
     begin = time.perf_counter()
-    console = Console() if console is None else console
+    console = Console(stderr=json) if console is None else console
     recipe = _recipe(config, steps)
     where = _device(device)
     kernels = dsa.DSAConfig(**_kernel_settings(config, backend, fallback))
@@ -60,19 +61,18 @@ def run(
         )
         model = build_model(config.model, recipe, len(corpus.vocabulary), kernels, where)
         parameters = sum(value.numel() for value in model.parameters())
-        if not json:
-            reports.show_start(
-                (
-                    f"{config.name}: {config.model.layers} layers, {parameters:,} parameters; "
-                    f"each token attends to at most {config.model.index_width} of {recipe.sequence} keys",
-                    f"text: {corpus.text.origin}, {corpus.training.numel():,} tokens to train on, "
-                    f"{corpus.held_out.numel():,} held out (digest {corpus.text.digest})",
-                ),
-                console,
-            )
+        console.print(
+            f"{config.name}: {config.model.layers} layers, {parameters:,} parameters; each token attends to at most "
+            f"{config.model.index_width} of {recipe.sequence} keys\n"
+            f"text: {corpus.text.origin}, {corpus.training.numel():,} tokens to train on, "
+            f"{corpus.held_out.numel():,} held out (digest {corpus.text.digest})",
+            highlight=False,
+            markup=False,
+        )
         held_out_before = held_out_loss(model, corpus, recipe)
-        stream = train(model, corpus, recipe, recipe.steps)
-        records = list(stream if json else reports.show_progress(stream, recipe.steps, console))
+        records = list(
+            reports.show_progress(train(model, corpus, recipe, recipe.steps), recipe.steps, console)
+        )
         held_out_after = held_out_loss(model, corpus, recipe)
         prompt = choose_prompt(corpus, recipe.prompt_tokens)
         continuation = generate(model, prompt, recipe.new_tokens, recipe.temperature, recipe.seed)
@@ -105,7 +105,10 @@ def run(
         continuation=corpus.vocabulary.decode(continuation),
         records=tuple(records),
     )
-    (reports.show_json if json else reports.show_report)(report, console)
+    if json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        reports.show_report(report, console)
     return report
 
 

@@ -91,7 +91,7 @@ def held_out_loss(model: LanguageModel, corpus: Corpus, recipe: TrainingRecipe) 
     count = recipe.held_out_batches * recipe.batch
     starts = torch.linspace(0, last, count).long()
     losses = []
-    for group in starts.split(recipe.batch):
+    for group in torch.split(starts, recipe.batch):
         inputs, targets = _batch(corpus.held_out, group, recipe.sequence, device)
         with model.precision():
             losses.append(next_token_loss(model(inputs).logits, targets).item())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_dispatch._call import CallSpec
 from dsa_dispatch.errors import ConfigError
+from dsa_dispatch.index_sharing import IndexShareSchedule
 
 Rope = Literal["interleaved", "half_split", "none"]
 Positive = Annotated[int, Field(gt=0, strict=True)]
@@ -137,13 +137,14 @@ class ModelShape(BaseModel):
         computing = frozenset(self.computing_layers)
         return tuple(layer for layer in self.dsa_layers if layer not in computing)
 
+    @property
+    def index_sharing(self) -> IndexShareSchedule:
+        """The same layers as a schedule, without those of multi-token prediction."""
+        return IndexShareSchedule.explicit(self.layers, self.computing_layers, sparse=self.dsa_layers)
+
     def index_source(self, layer: int) -> int:
         """The layer whose indices ``layer`` attends with: itself, or the nearest computing layer before it."""
-        if layer not in self.dsa_layers:
-            raise ConfigError(
-                f"layer {layer} has no sparse attention; layers with it: {_listed(self.dsa_layers)}"
-            )
-        return self.computing_layers[bisect.bisect_right(self.computing_layers, layer) - 1]
+        return self.index_sharing.source(layer)
 
     def heads_per_rank(self, tensor_parallel: int) -> int:
         """Attention heads of one tensor-parallel rank. The indexer's heads are never split."""
