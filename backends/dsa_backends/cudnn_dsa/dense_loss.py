@@ -83,15 +83,16 @@ def _gradients(
     unit = torch.ones(1, dtype=torch.float32, device=q.device)
     offsets = segment.causal_offsets(q.device)
     groups = range(0, q.shape[1], HEAD_GROUP)
+    clean_k = _without_nan(k[None, keys])
     for first in groups:
         heads = slice(first, first + HEAD_GROUP)
         last = first == groups[-1]
-        group_q, group_w = packed(q[None, part, heads]), packed(w[None, part, heads].bfloat16())
+        group_q, group_w = _without_nan(q[None, part, heads]), packed(w[None, part, heads].bfloat16())
         group_dk = torch.empty(1, segment.columns, k.shape[1], dtype=torch.float32, device=k.device)
         operands = (
             group_q,
             group_w,
-            k[None, keys],
+            clean_k,
             torch.empty_like(group_q),
             torch.empty_like(group_w),
             group_dk,
@@ -116,6 +117,14 @@ def _gradients(
         dq[part, heads], dw[part, heads] = operands[3][0], operands[4][0]
         if dk is not None:
             dk[keys].add_(group_dk[0])
+
+
+def _without_nan(tensor: Tensor) -> Tensor:
+    """Every key meets every row here, with a gradient of 0 outside its range, and 0 times NaN is NaN.
+
+    A row that may see such a key is NaN all the same: its score is, and with it its gradient.
+    """
+    return tensor.nan_to_num(0.0, 0.0, 0.0).contiguous()
 
 
 def _build(dsa: Any, operands: tuple[Tensor, ...]) -> Any:

@@ -42,7 +42,11 @@ def indexer_loss(
             kl, dq, dw = dense_loss(dsa, q, k, w, starts, ends, mass, rows, dk, backward)
         else:
             kl, dq, dw = sparse_loss(dsa, q, k, w, indices, length, mass, dk, backward)
-    return LossTerms(kl, dq if need_dq else None, dw if need_dw else None)
+    return LossTerms(
+        kl,
+        dq.float() if need_dq and dq is not None else None,
+        dw.float() if need_dw and dw is not None else None,
+    )
 
 
 def provider() -> str:

@@ -31,45 +31,60 @@ def indexer_topk(
     """See ``dsa_dispatch._contract.IndexerTopK``. bf16, 16, 32 or 64 heads of 128 channels, even ``topk`` to 2048."""
     dsa = frontend.load(frontend.INDEXER_TOPK)
     q, k, w = packed(q), packed(k), packed(w)
-    indices = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
-    length = torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
     with on_device(q):
-        for segment in segments(rows, q.shape[0]):
-            part = slice(segment.first, segment.last)
-            first = starts[part, None] - segment.key
-            last = ends[part, None] - segment.key
-            if segment.columns <= topk:
-                ids, valid = _all_of(first, last, topk)
-            else:
-                ids, valid = _best_of(dsa, q, k, w, segment, first, last, topk)
-            indices[part] = torch.where(valid, ids + segment.key, -1)
-            length[part] = valid.sum(1, dtype=torch.int32)
-    return indices, length
+        parts = list(segments(rows, q.shape[0]))
+        if len(parts) == 1 and parts[0].rows == q.shape[0]:
+            indices = _chosen(dsa, q, k, w, starts, ends, parts[0], topk)
+        else:
+            indices = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
+            for segment in parts:
+                indices[segment.first : segment.last] = _chosen(dsa, q, k, w, starts, ends, segment, topk)
+        return indices, (indices >= 0).sum(1, dtype=torch.int32)
 
 
-def _all_of(first: Tensor, last: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Every key of the range: there is nothing to choose, and no score to ask."""
-    ids = first + torch.arange(topk, dtype=torch.int32, device=first.device)
-    return ids, ids < last
-
-
-def _best_of(
-    dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, first: Tensor, last: Tensor, topk: int
-) -> tuple[Tensor, Tensor]:
-    """Ids ``[rows, topk]`` local to the batch item, with those that count: a prefix of each row."""
-    if segment.causal and frontend.is_blackwell(q.device):
-        ids = _fused(dsa, q, k, w, segment, topk)
-        return ids, (ids >= first) & (ids < last)
-    # The selection ranks -0.0 below +0.0, where the contract sees a tie.
-    scores = scores_of(dsa, q, k, w, segment).add_(0.0)
-    if not segment.causal:
-        columns = torch.arange(segment.columns, dtype=torch.int32, device=q.device)
-        # A score of -inf inside the range may be chosen; what stands before the range must rank below it.
-        scores.clamp_(min=LOWEST).masked_fill_(columns < first, -torch.inf)
-    ids = _select(dsa, scores, last[:, 0].contiguous(), topk)
+def _chosen(
+    dsa: Any, q: Tensor, k: Tensor, w: Tensor, starts: Tensor, ends: Tensor, segment: Segment, topk: int
+) -> Tensor:
+    """Global ids ``[rows, topk]`` of a segment, the valid ones first, then -1."""
+    part = slice(segment.first, segment.last)
+    first, last = starts[part, None] - segment.key, ends[part, None] - segment.key
+    if segment.columns <= topk:
+        # Every key of the range: there is nothing to choose, and no score to ask.
+        ids = first + torch.arange(topk, dtype=torch.int32, device=q.device)
+    elif segment.causal:
+        ids = _best(dsa, q, k, w, segment, last, topk)
+    else:
+        ids = _best_in_range(dsa, q, k, w, segment, first, last, topk)
     # Whatever a selection hands over, an id outside its range would be read by the attention.
-    valid = (ids >= first) & (ids < last)
-    return (ids, valid) if segment.causal else _from_the_front(ids, valid, first)
+    valid = ids < last
+    if segment.key == 0:
+        return torch.where(valid, ids, -1)
+    return torch.where(valid & (ids >= 0), ids + segment.key, -1)
+
+
+def _best(dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, last: Tensor, topk: int) -> Tensor:
+    if frontend.is_blackwell(q.device):
+        return _fused(dsa, q, k, w, segment, topk)
+    return _select(dsa, _scores(dsa, q, k, w, segment), last, topk)
+
+
+def _best_in_range(
+    dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, first: Tensor, last: Tensor, topk: int
+) -> Tensor:
+    columns = torch.arange(segment.columns, dtype=torch.int32, device=q.device)
+    # A score of -inf or NaN inside the range may be chosen; what stands before the range must rank below both.
+    scores = torch.nan_to_num_(_scores(dsa, q, k, w, segment), nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
+    scores.masked_fill_(columns < first, -torch.inf)
+    ids = _select(dsa, scores, last, topk)
+    # Ids are ascending, so those before the range, taken for want of others, stand in front: step over them.
+    before = ((ids >= 0) & (ids < first)).sum(1, keepdim=True)
+    source = torch.arange(topk, device=ids.device) + before
+    return ids.gather(1, source.clamp(max=topk - 1)).masked_fill_(source >= topk, -1)
+
+
+def _scores(dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment) -> Tensor:
+    """Scores without -0.0, which the selection ranks below +0.0 where the contract sees a tie."""
+    return scores_of(dsa, q, k, w, segment).add_(0.0)
 
 
 def _fused(dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, topk: int) -> Tensor:
@@ -97,6 +112,7 @@ def _fused(dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment, topk: in
 
 def _select(dsa: Any, scores: Tensor, last: Tensor, topk: int) -> Tensor:
     """Ascending ids of the best ``topk`` of the first ``last`` columns, ties to the lower id, then -1."""
+    last = last[:, 0].contiguous()
     plan = PLANS.get(
         ("top_k", topk, signature(scores, last)),
         lambda: dsa.IndexerTopK(scores, last, topk, return_val=False, deterministic=True),

@@ -26,6 +26,10 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._plans.clear()
+
     def get(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """The plan under ``key``; built, checked and compiled where it is new. Raises what the frontend raises."""
         with self._lock:

@@ -12,10 +12,10 @@ from dsa_backends.flash_mla.slots import ids_within_length, packed
 
 HEAD_GROUP: Final = 64
 BLOCK: Final = 128
-TEMPERATURE: Final = 64.0
-"""The recompute hands over probabilities alone, which underflow 87 below the best score. Those of scores divided by a
-power of two, exact in bf16, reach 64 times as far, and their logarithm times 64 is that of the true ones again, with
-an error of 64 times 2**-22."""
+REACH: Final = 40.0
+"""The recompute hands over probabilities alone, which underflow 87 below the best score. So it is given scores divided
+by a power of two, exact in bf16, that brings them within this bound; the logarithm times that power is the true one,
+with an error of the power times 2**-22: less than the fp32 rounding of scores of that size."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 MASS_FLOOR: Final = 1e-10
 
@@ -51,7 +51,8 @@ def sparse_loss(
 
 def _log_probabilities(dsa: Any, q: Tensor, k: Tensor, w: Tensor, ids: Tensor, valid: Tensor) -> Tensor:
     """``log P`` of the slots; -inf where there is no key."""
-    cooled = w.float() / TEMPERATURE
+    power = _power_within_reach(q, k, w)
+    cooled = w.float() / power
     if w.dtype == torch.bfloat16:
         heads, weights = q, cooled.bfloat16()
     else:
@@ -73,8 +74,18 @@ def _log_probabilities(dsa: Any, q: Tensor, k: Tensor, w: Tensor, ids: Tensor, v
         ),
     )
     plan.execute(*operands, predicted)
-    logits = predicted[0].clamp_(min=SMALLEST).log_().mul_(TEMPERATURE).masked_fill_(~valid, -torch.inf)
+    logits = predicted[0].clamp_(min=SMALLEST).log_().mul_(power).masked_fill_(~valid, -torch.inf)
     return logits.log_softmax(1)
+
+
+def _power_within_reach(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """``[T, 1]``: the power of two, at least 1, that divides every possible score of the row to within ``REACH``."""
+    lengths = torch.linalg.vector_norm(q, dim=2, dtype=torch.float32)
+    longest = torch.linalg.vector_norm(k, dim=1, dtype=torch.float32).nan_to_num(0.0, 0.0, 0.0).amax()
+    bound = (lengths * w.float().abs()).sum(1, keepdim=True) * longest
+    # A row of NaN stays one whatever it is divided by; the others' keys must not be lost to it.
+    power: Tensor = (bound / REACH).nan_to_num(1.0, 1.0, 1.0).clamp(min=1.0).log2().ceil().exp2()
+    return power
 
 
 def _gradients(

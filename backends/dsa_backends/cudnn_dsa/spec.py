@@ -85,14 +85,20 @@ def _indexer_topk(call: CallSpec) -> Scratch:
 def _indexer_loss(call: CallSpec) -> Scratch:
     heads, channels = call.index_heads, call.index_channels
     keys = call.batch * call.keys
-    gradients = ("gradients in bf16", heads * (channels + 2) * 2)
+    gradients = ("gradients in bf16 and fp32", heads * (channels + 2) * (2 + 4))
     fixed = [("key gradient in fp32", keys * channels * 4), ("alignment", 1024)]
     if call.sparse_loss:
         columns = call.width * (4 + 1 + 7 * 4)
-        copies = (1 if call.weights_dtype == "bfloat16" else 3) * heads * (channels + 2) * 2
+        copies = (1 if call.weights_dtype == "bfloat16" else 3) * heads * (channels + 4) * 2
         per_row = (("ids, probabilities and terms", columns), ("q and weights copies", copies), gradients)
         return Scratch(per_row, (*fixed, ("slots", call.width * 4)))
-    return Scratch((("scores, probabilities and terms", call.keys * (7 * 4 + 2)), gradients), tuple(fixed))
+    fixed.append(("keys without NaN", call.keys * channels * 2))
+    per_row = (
+        ("scores, probabilities and terms", call.keys * (7 * 4 + 2)),
+        ("q and weights copies", heads * (channels + 2) * 2),
+        gradients,
+    )
+    return Scratch(per_row, tuple(fixed))
 
 
 _HERE: Final = "dsa_backends.cudnn_dsa"
