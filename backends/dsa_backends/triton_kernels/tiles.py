@@ -73,12 +73,12 @@ _FORWARD: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
     ("sm80", "few"): AttentionTile(16, 32, 4, 3, 2),
     ("sm80", "some"): AttentionTile(32, 32, 4, 3, 2),
     ("sm80", "many"): AttentionTile(32, 32, 4, 3, 2),
-    ("sm90", "few"): AttentionTile(16, 32, 4, 3, 2),
+    ("sm90", "few"): AttentionTile(16, 64, 4, 3, 2),
     ("sm90", "some"): AttentionTile(32, 64, 4, 3, 2),
-    ("sm90", "many"): AttentionTile(64, 64, 8, 2, 2, wgmma=True),
+    ("sm90", "many"): AttentionTile(64, 32, 8, 3, 2, wgmma=True),
     ("sm100", "few"): AttentionTile(16, 64, 4, 3, 2),
     ("sm100", "some"): AttentionTile(32, 32, 4, 3, 2),
-    ("sm100", "many"): AttentionTile(64, 32, 8, 2, 2),
+    ("sm100", "many"): AttentionTile(32, 32, 4, 3, 2),
 }
 
 
@@ -109,12 +109,12 @@ _BACKWARD: Final[dict[tuple[Architecture, HeadClass], BackwardTiles]] = {
     ("sm80", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 2, 128)),
     ("sm80", "some"): BackwardTiles(AttentionTile(32, 32, 8, 2, 2), AttentionTile(32, 64, 4, 2, 128)),
     ("sm80", "many"): BackwardTiles(AttentionTile(32, 32, 8, 2, 2), AttentionTile(128, 32, 8, 2, 128)),
-    ("sm90", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3), AttentionTile(16, 64, 4, 3, 128)),
+    ("sm90", "few"): BackwardTiles(AttentionTile(16, 32, 4, 2), AttentionTile(16, 64, 4, 3, 128)),
     ("sm90", "some"): BackwardTiles(AttentionTile(32, 32, 8, 3, 2), AttentionTile(32, 64, 4, 3, 128)),
     ("sm90", "many"): BackwardTiles(
         AttentionTile(64, 32, 4, 2, 2, wgmma=True),
         AttentionTile(128, 64, 4, 1, 128, wgmma=True),
-        AttentionTile(128, 64, 8, 3, 256, wgmma=True),
+        AttentionTile(128, 64, 8, 5, 256, wgmma=True),
     ),
     ("sm100", "few"): BackwardTiles(AttentionTile(16, 32, 4, 3, 2), AttentionTile(16, 64, 4, 3, 128)),
     ("sm100", "some"): BackwardTiles(AttentionTile(32, 32, 8, 3, 2), AttentionTile(32, 64, 4, 3, 128)),
@@ -220,6 +220,7 @@ class LossTiles:
 def loss_tiles(arch: Architecture, heads: int, itemsize: int) -> LossTiles:
     if itemsize == 4:
         return LossTiles(ScoreTile(16, 1, 4, 1), ScoreTile(16, 1, 4, 1))
+    warps = 8 if heads > 64 else 4
     if arch in ("small", "sm80"):
-        return LossTiles(ScoreTile(64, 1, 4, 2), ScoreTile(32, 1, 4, 2))
-    return LossTiles(ScoreTile(64, 1, 4, 3), ScoreTile(64, 1, 8 if heads > 64 else 4, 2))
+        return LossTiles(ScoreTile(64, 1, warps, 2), ScoreTile(32, 1, warps, 1 if heads > 64 else 2))
+    return LossTiles(ScoreTile(64, 1, warps, 3), ScoreTile(64, 1, warps, 2))

@@ -1,7 +1,7 @@
 """Runs the cases of the folders beside this file, each file in a process of its own.
 
-Triton decides between its interpreter and its compiler when it is first imported, for good; whoever imported it first in
-this process must not decide for these cases, nor they for anyone else.
+Triton decides between its interpreter and its compiler when it is first imported, for good; whoever imported it first
+in this process must not decide for these cases, nor they for anyone else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,17 @@ def test_cases_pass(path):
             [str(ROOT), str(ROOT / "backends"), str(HERE / path.parts[0]), os.environ.get("PYTHONPATH", "")]
         ),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(HERE / path),
+    ]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     passed = re.search(r"(\d+) passed", run.stdout)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

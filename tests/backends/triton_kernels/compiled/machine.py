@@ -38,16 +38,22 @@ class Machine:
 
     @staticmethod
     def _run(tool, *arguments):
-        return subprocess.run([str(TOOLS / tool), *arguments], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [str(TOOLS / tool), *arguments], capture_output=True, text=True, check=True
+        ).stdout
 
     def count(self, prefix):
         return sum(n for name, n in self.opcodes.items() if name.startswith(prefix))
 
     @property
-    def narrow_copies(self):
-        return self.count("LDGSTS") - sum(
+    def wide_copies(self):
+        return sum(
             n for name, n in self.opcodes.items() if name.startswith("LDGSTS") and name.endswith(".128")
         )
+
+    @property
+    def narrow_copies(self):
+        return self.count("LDGSTS") - self.wide_copies
 
 
 def types_of(names, constants, dtype, overrides):
