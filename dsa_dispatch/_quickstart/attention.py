@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dsa_dispatch as dsa
+from dsa_dispatch._quickstart.layers import Norm, Projection
 from dsa_dispatch._quickstart.rotary import rotate
 from dsa_dispatch._run_config import ModelShape
 
@@ -34,14 +35,6 @@ class Selection:
 
     indices: Tensor
     length: Tensor
-
-
-class Projection(nn.Linear):
-    """A linear map without bias, initialised to keep the variance of its input."""
-
-    def __init__(self, inputs: int, outputs: int, gain: float = 1.0) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        nn.init.normal_(self.weight, std=gain * inputs**-0.5)
 
 
 class Indexer(nn.Module):
@@ -113,10 +106,10 @@ class SparseAttention(nn.Module):
         self.shape = shape
         heads, latent = shape.heads, shape.kv_lora_rank
         self.query_down = Projection(shape.hidden, shape.q_lora_rank)
-        self.query_norm = nn.RMSNorm(shape.q_lora_rank)
+        self.query_norm = Norm(shape.q_lora_rank)
         self.query_up = Projection(shape.q_lora_rank, heads * (shape.qk_nope + shape.qk_rope))
         self.key_down = Projection(shape.hidden, latent + shape.qk_rope)
-        self.key_norm = nn.RMSNorm(latent)
+        self.key_norm = Norm(latent)
         self.key_up = nn.Parameter(torch.randn(heads, shape.qk_nope, latent) * latent**-0.5)
         self.value_up = nn.Parameter(torch.randn(heads, shape.v_head, latent) * latent**-0.5)
         self.output = Projection(heads * shape.v_head, shape.hidden, output_gain)

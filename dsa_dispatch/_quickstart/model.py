@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dsa_dispatch._quickstart.attention import Kernels, Projection, Selection, SparseAttention
+from dsa_dispatch._quickstart.attention import Kernels, Selection, SparseAttention
+from dsa_dispatch._quickstart.layers import Norm, Projection
 from dsa_dispatch._quickstart.rotary import angles
 from dsa_dispatch._run_config import ModelShape
 from dsa_dispatch.errors import ConfigError
@@ -51,9 +52,9 @@ class Layer(nn.Module):
     def __init__(self, shape: ModelShape, inner: int, *, computes: bool) -> None:
         super().__init__()
         output_gain = (2 * shape.layers) ** -0.5  # the residual stream keeps its size however deep the model
-        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.attention_norm = Norm(shape.hidden)
         self.attention = SparseAttention(shape, computes=computes, output_gain=output_gain)
-        self.feed_forward_norm = nn.RMSNorm(shape.hidden)
+        self.feed_forward_norm = Norm(shape.hidden)
         self.feed_forward = FeedForward(shape.hidden, inner, output_gain)
 
     def forward(
@@ -81,7 +82,7 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(
             Layer(shape, shape.ffn, computes=self.sharing.computes(number)) for number in range(shape.layers)
         )
-        self.norm = nn.RMSNorm(shape.hidden)
+        self.norm = Norm(shape.hidden)
         nn.init.normal_(self.embedding.weight, std=shape.hidden**-0.5)
 
     def forward(self, tokens: Tensor) -> ModelOutput:
