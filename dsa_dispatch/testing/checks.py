@@ -14,57 +14,34 @@ from torch import Tensor
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.check import INDEXED_STAGES
 from dsa_dispatch.testing.guards import GuardedAllocations
-from dsa_dispatch.testing.judge import ConformanceError, Faults, compare, same
-from dsa_dispatch.testing.operands import ACCUMULATORS, Ids, Operands, Subject, clean_ids, exact_results, make
+from dsa_dispatch.testing.judge import ConformanceError, compare, same
+from dsa_dispatch.testing.operands import ACCUMULATORS, Ids, Operands, Subject, exact_results, make
 from dsa_dispatch.testing.sizes import Sizes, widths
+from dsa_dispatch.testing.slots import (
+    doubled,
+    duplicates,
+    empty_rows,
+    holes,
+    outside_ids,
+    past_length,
+    some_empty,
+)
+from dsa_dispatch.testing.stage_run import judge_stage, run_stage
 
 LONG_ROW = 1024
 MANY_ROWS = 4096
-
-BESIDE = (
-    "Only the rows beside the keys hold NaN: memory outside the keys was read (id -1 is the row before row 0)"
-)
-UNNAMED = "Only keys that no slot names hold NaN: such a key was read and not masked (0 * NaN is NaN)"
-
-
-def _run(subject: Subject, operands: Operands) -> dict[str, Tensor]:
-    return operands.call(subject.function)
-
-
-def _judge(
-    subject: Subject, claim: str, operands: Operands, faults: Faults | None = None, nan_hint: str = ""
-) -> None:
-    wanted = operands.exact()
-    got = _run(subject, operands)
-    present = {name: tensor for name, tensor in wanted.items() if name in got}
-    if subject.stage.endswith("forward") and "natural" not in claim:
-        # The lse has a check of its own, so that a wrong base is not blamed on holes.
-        present.pop("lse")
-    compare(claim, got, present, operands.dtype, faults, _origin_of_nan(operands, got, nan_hint))
-
-
-def _origin_of_nan(operands: Operands, got: dict[str, Tensor], elsewhere: str) -> str:
-    empty = (operands.ids < 0).all(dim=1)
-    per_row = [
-        tensor.cpu().flatten(1).isnan().any(1)
-        for name, tensor in got.items()
-        if name in ("out", "dq", "mass")
-    ]
-    if any(bool((broken & ~empty).any()) for broken in per_row if len(broken) == len(empty)):
-        return elsewhere
-    return "The rows with NaN have no key: a softmax over nothing must give 0" if per_row else elsewhere
 
 
 def values(subject: Subject, dtype: str) -> None:
     """Distinct keys, no holes: shapes, types and values."""
     operands = make(subject, dtype=dtype)
-    got = _run(subject, operands)
+    got = run_stage(subject, operands)
     missing = [name for name in operands.exact() if name not in got]
     if missing:
         raise ConformanceError(f"values: {', '.join(missing)} is missing, though it is needed")
     _check_form(operands, got)
     for seed in (11, 12):
-        _judge(subject, "values", make(subject, dtype=dtype, seed=seed))
+        judge_stage(subject, "values", make(subject, dtype=dtype, seed=seed))
 
 
 def _check_form(operands: Operands, got: dict[str, Tensor]) -> None:
@@ -84,12 +61,12 @@ def _check_form(operands: Operands, got: dict[str, Tensor]) -> None:
 
 
 def lse(subject: Subject) -> None:
-    operands = make(subject, ids=_some_empty)
+    operands = make(subject, ids=some_empty)
     base_two = {"lse": operands.exact()["lse"] / math.log(2.0)}
     unscaled = exact_results(subject.stage, operands.plain, operands.ids, {**operands.host, "scale": 1.0})
     compare(
         "lse is the natural logarithm of the summed exponentials of the scaled scores, -inf without a key",
-        {"lse": _run(subject, operands)["lse"]},
+        {"lse": run_stage(subject, operands)["lse"]},
         {"lse": operands.exact()["lse"]},
         operands.dtype,
         {
@@ -100,130 +77,15 @@ def lse(subject: Subject) -> None:
 
 
 def large_scores(subject: Subject) -> None:
-    _judge(subject, "queries scaled by 30 stay accurate (subtract the maximum)", make(subject, amplify=30.0))
-
-
-def _slot_faults(operands: Operands, ids: Ids) -> Faults:
-    """What backends with the usual faults give for these slots."""
-    keys = operands.sizes.batch * operands.sizes.keys
-    slots, named = ids.slots, operands.ids
-    inside = torch.arange(slots.shape[1]) < ids.length[:, None]
-
-    def filled(value: int) -> Tensor:
-        return torch.where((named < 0) & inside, value, named)
-
-    def zero_key() -> dict[str, Tensor]:
-        plain = dict(operands.plain)
-        for name in ("k", "v"):
-            if name in plain:
-                plain[name] = torch.cat([plain[name], torch.zeros_like(plain[name][:1])])
-        results = exact_results(operands.stage, plain, filled(keys), operands.host)
-        sums = ACCUMULATORS.get(operands.stage, {})
-        return {name: tensor[:-1] if name in sums else tensor for name, tensor in results.items()}
-
-    def once() -> Tensor:
-        single = named.clone()
-        for row in single:
-            for slot in range(1, len(row)):
-                if int(row[slot]) in row[:slot].tolist():
-                    row[slot] = -1
-        return single
-
-    def all_slots() -> Tensor:
-        return Ids(slots, torch.full_like(ids.length, slots.shape[1])).named(keys)
-
-    return {
-        "a hole counted as key 0": lambda: operands.exact(filled(0)),
-        "a hole (id -1) read as the last key": lambda: operands.exact(filled(keys - 1)),
-        "a hole counted as a key of zeros": zero_key,
-        "the slots at and past `length` (topk_length) counted: length is ignored": lambda: operands.exact(
-            all_slots()
-        ),
-        "a key that is named twice counted once": lambda: operands.exact(once()),
-    }
-
-
-def _slots(subject: Subject, claim: str, pattern: Callable[[Sizes, torch.Generator], Ids]) -> None:
-    """First with ordinary numbers everywhere, so that a fault can be told by its answer; then among NaN."""
-    operands = make(subject, ids=pattern)
-    ids = pattern(operands.sizes, torch.Generator().manual_seed(0))
-    for seed in (11, 12):
-        operands = make(subject, ids=lambda *_: ids, seed=seed)
-        _judge(subject, claim, operands, _slot_faults(operands, ids), BESIDE)
-    poisoned = make(subject, ids=lambda *_: ids, poison=True)
-    claim = f"{claim}, with NaN in every key that no slot names and beside the keys"
-    _judge(subject, claim, poisoned, nan_hint=UNNAMED)
-
-
-def _holes(sizes: Sizes, generator: torch.Generator) -> Ids:
-    ids = clean_ids(sizes, generator)
-    # Key 0 is left out, and the last too: reading either for a hole then changes the answer.
-    slots = ids.slots.clone()
-    slots[(slots == 0) | (slots == sizes.keys - 1)] = -1
-    slots[:, ::3] = -1
-    return Ids(slots, torch.full_like(ids.length, sizes.width))
-
-
-def _past_length(sizes: Sizes, generator: torch.Generator) -> Ids:
-    ids = clean_ids(sizes, generator)
-    return Ids(ids.slots, ids.length * torch.arange(len(ids.length)) // len(ids.length))
-
-
-def _some_empty(sizes: Sizes, generator: torch.Generator) -> Ids:
-    ids = clean_ids(sizes, generator)
-    slots, length = ids.slots.clone(), ids.length.clone()
-    slots[0] = -1
-    length[-1] = 0
-    return Ids(slots, length)
-
-
-def _doubled(sizes: Sizes, generator: torch.Generator) -> Ids:
-    ids = clean_ids(sizes, generator)
-    slots = ids.slots.clone()
-    slots[:, 1::2] = slots[:, 0:1]
-    return Ids(slots, ids.length)
-
-
-def _outside(far: bool) -> Callable[[Sizes, torch.Generator], Ids]:
-    def pattern(sizes: Sizes, generator: torch.Generator) -> Ids:
-        slots = _holes(sizes, generator).slots
-        bad = [-1, sizes.keys, -2, sizes.keys + 1, -sizes.keys, sizes.keys + 7]
-        if far:
-            bad = [2**31 - 1, -(2**31), 2**31 - 2, -(2**31) + 1]
-        holes = (slots < 0).nonzero()
-        for number, (row, slot) in enumerate(holes.tolist()):
-            slots[row, slot] = bad[number % len(bad)]
-        return Ids(slots, torch.full((len(slots),), sizes.width))
-
-    return pattern
-
-
-def holes(subject: Subject) -> None:
-    _slots(subject, "holes: a slot with id -1 is no key", _holes)
-
-
-def past_length(subject: Subject) -> None:
-    _slots(subject, "length: a slot at or past the row's length (topk_length) is no key", _past_length)
-
-
-def empty_rows(subject: Subject) -> None:
-    _slots(subject, "empty rows: a row without a key gives 0, never NaN", _some_empty)
-
-
-def duplicates(subject: Subject) -> None:
-    _slots(subject, "duplicates: a key that is named twice counts twice", _doubled)
-
-
-def outside_ids(subject: Subject) -> None:
-    claim = "ids outside the keys: an id below 0 or at or above S is no key"
-    _slots(subject, claim, _outside(far=False))
-    _slots(subject, f"{claim}, also near the ends of int32", _outside(far=True))
+    judge_stage(
+        subject, "queries scaled by 30 stay accurate (subtract the maximum)", make(subject, amplify=30.0)
+    )
 
 
 def guards(subject: Subject) -> None:
     operands = make(subject)
     with GuardedAllocations() as allocations:
-        got = _run(subject, operands)
+        got = run_stage(subject, operands)
     damage = allocations.damage()
     for name, made in operands.accumulators.items():
         if made is not None and made.damage():
@@ -238,10 +100,10 @@ def guards(subject: Subject) -> None:
 
 
 def unmodified(subject: Subject) -> None:
-    operands = make(subject, ids=_doubled)
+    operands = make(subject, ids=doubled)
     handed = {name: tensor for name, tensor in operands.given.items() if tensor is not None}
     copies = {name: tensor.clone() for name, tensor in handed.items()}
-    _run(subject, operands)
+    run_stage(subject, operands)
     changed = [name for name, tensor in handed.items() if not torch.equal(_bits(tensor), _bits(copies[name]))]
     if changed:
         raise ConformanceError(f"inputs are not modified: it changed {', '.join(changed)}")
@@ -254,12 +116,12 @@ def _bits(tensor: Tensor) -> Tensor:
 def repeatable(subject: Subject) -> None:
     """The same call again, with a call on NaN and one of other lengths in between."""
     claim = "results do not depend on earlier calls"
-    first = _run(subject, make(subject))
+    first = run_stage(subject, make(subject))
     other = make(subject, seed=5, amplify=torch.nan)
-    _run(subject, other)
+    run_stage(subject, other)
     sizes = subject.sizes
-    _run(subject, make(subject, sizes=dataclasses.replace(sizes, rows=1), seed=6))
-    second = _run(subject, make(subject))
+    run_stage(subject, make(subject, sizes=dataclasses.replace(sizes, rows=1), seed=6))
+    second = run_stage(subject, make(subject))
     sums = ACCUMULATORS.get(subject.stage, {})
     same(claim, {name: tensor for name, tensor in first.items() if name not in sums}, second)
     wanted = {name: tensor for name, tensor in first.items() if name in sums}
@@ -274,14 +136,14 @@ def chunks(subject: Subject) -> None:
     if subject.capability.max_keys is not None:
         sizes = dataclasses.replace(sizes, keys=max(min(base.keys, subject.capability.max_keys // 2), 1))
     whole = make(subject, sizes=sizes)
-    _judge(subject, "two batch items in one call: results do not depend on the neighbour", whole)
+    judge_stage(subject, "two batch items in one call: results do not depend on the neighbour", whole)
     _judge_neighbour(subject, sizes)
     total = 2 * sizes.rows
     pieces = make(subject, sizes=sizes)
     parts = []
     for first, last in ((0, total // 2 + 1), (total // 2 + 1, total)):
         if first < last:
-            parts.append(_run(subject, pieces.rows_of(first, last)))
+            parts.append(run_stage(subject, pieces.rows_of(first, last)))
     sums = ACCUMULATORS.get(subject.stage, {})
     joined = {
         name: parts[-1][name] if name in sums else torch.cat([part[name] for part in parts])
@@ -303,7 +165,7 @@ def _judge_neighbour(subject: Subject, sizes: Sizes) -> None:
         tensor = operands.given.get(name)
         if tensor is not None:
             tensor[count:] = torch.nan
-    got = _run(subject, operands)
+    got = run_stage(subject, operands)
     wanted = operands.exact()
     keys = ("dk", "dv", "dkv")
     own = {
@@ -323,7 +185,7 @@ def strided(subject: Subject) -> None:
         if tensor is not None:
             wide = torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=1)
             given[name] = wide[:, 0]
-    _judge(
+    judge_stage(
         subject, "tensors may be strided in their first dimension", dataclasses.replace(operands, given=given)
     )
 
@@ -333,7 +195,7 @@ def unneeded(subject: Subject) -> None:
     gradients = [name for name in make(subject).exact() if name.startswith("d")]
     for left_out in gradients:
         operands = make(subject, need={left_out: False})
-        got = _run(subject, operands)
+        got = run_stage(subject, operands)
         if left_out in got:
             raise ConformanceError(f"gradients that are not needed: {left_out} was returned, expected None")
         wanted = {name: tensor for name, tensor in operands.exact().items() if name != left_out}
@@ -342,7 +204,7 @@ def unneeded(subject: Subject) -> None:
 
 def accumulates(subject: Subject) -> None:
     operands = make(subject)
-    got = _run(subject, operands)
+    got = run_stage(subject, operands)
     names = list(ACCUMULATORS[subject.stage])
     wanted = {name: operands.exact()[name] for name in names}
     overwritten = {name: wanted[name] - operands.before[name].to("cpu", torch.float64) for name in names}
@@ -371,7 +233,7 @@ def long_rows(subject: Subject) -> None:
             plain.copy_((plain.float() / 4 + 1).to(plain.dtype))
             given.copy_(plain)
     claim = f"sums over {sizes.width} keys run in fp32 (fp64 for fp64 inputs), not in {dtype}"
-    got = _run(subject, operands)
+    got = run_stage(subject, operands)
     compare(claim, got, {name: got_ for name, got_ in operands.exact().items() if name in got}, dtype)
 
 
@@ -394,27 +256,27 @@ def many_rows(subject: Subject) -> None:
 
     operands = make(subject, ids=one_key, sizes=sizes, dtype=dtype)
     claim = f"the gradient of one key over {MANY_ROWS} queries is summed in fp32 (fp64 for fp64 inputs)"
-    _judge(subject, claim, operands)
+    judge_stage(subject, claim, operands)
 
 
 def deterministic(subject: Subject) -> None:
     """``options.deterministic``: equal bits again and again, accumulators included."""
     sizes = dataclasses.replace(subject.sizes, rows=min(64, subject.capability.max_rows or 64))
-    first = _run(subject, make(subject, sizes=sizes, deterministic=True))
+    first = run_stage(subject, make(subject, sizes=sizes, deterministic=True))
     for _ in range(2):
-        again = _run(subject, make(subject, sizes=sizes, deterministic=True))
+        again = run_stage(subject, make(subject, sizes=sizes, deterministic=True))
         same("deterministic=True gives equal bits every time", first, again)
 
 
 def dense(subject: Subject) -> None:
     """The dense loss: every key of a row's range is a column, also in chunks of two batch items."""
     claim = "dense form: column c is key c of the row's own batch item, valid inside [starts, ends)"
-    _judge(subject, claim, make(subject, sparse=False))
-    _judge(subject, f"{claim}, with NaN in every key outside", make(subject, sparse=False, poison=True))
+    judge_stage(subject, claim, make(subject, sparse=False))
+    judge_stage(subject, f"{claim}, with NaN in every key outside", make(subject, sparse=False, poison=True))
     sizes = dataclasses.replace(subject.sizes, batch=2, rows=min(3, subject.sizes.rows))
     whole = make(subject, sizes=sizes, sparse=False)
-    first = _run(subject, whole.rows_of(0, sizes.rows + 1))
-    second = _run(subject, whole.rows_of(sizes.rows + 1, 2 * sizes.rows))
+    first = run_stage(subject, whole.rows_of(0, sizes.rows + 1))
+    second = run_stage(subject, whole.rows_of(sizes.rows + 1, 2 * sizes.rows))
     sums = ACCUMULATORS.get(subject.stage, {})
     joined = {
         name: second[name] if name in sums else torch.cat([first[name], second[name]]) for name in first
@@ -429,13 +291,15 @@ def with_lse(subject: Subject) -> None:
     lse = exact_results("attention_forward", plain, operands.ids, host)["lse"]
     kind: torch.dtype = getattr(torch, operands.dtype)
     given = {**operands.given, "lse": lse.to(subject.device, accumulation_dtype(kind))}
-    _judge(subject, "values with the lse of the attention given", dataclasses.replace(operands, given=given))
+    judge_stage(
+        subject, "values with the lse of the attention given", dataclasses.replace(operands, given=given)
+    )
 
 
 def no_synchronisation(subject: Subject) -> None:
     """Capture-safe stages never wait for the device. The first call may: it compiles and plans."""
     operands = make(subject)
-    _run(subject, operands)
+    run_stage(subject, operands)
     torch.cuda.synchronize(subject.device)
     before = torch.cuda.get_sync_debug_mode()
     try:
