@@ -28,8 +28,6 @@ from dsa_backends.triton_kernels.slots import Slots
 from dsa_backends.triton_kernels.tiles import (
     AttentionTile,
     BackwardTiles,
-    LossTiles,
-    ScoreTile,
     backward_tiles,
     forward_tile,
     loss_tiles,
@@ -190,7 +188,7 @@ def time_attention(rows: int = 4096) -> None:
         for tiles in BACKWARD[heads]:
             dkv = torch.zeros(KEYS, 576, device="cuda")
             for deterministic in (False, True):
-                call = lambda: launch_backward(  # noqa: B023, E731
+                call = lambda: launch_backward(  # noqa: E731
                     **data, out=out, lse=lse, dout=dout, scale=SCALE, v_channels=512, need_dq=True, dkv=dkv, tiles=tiles,
                     deterministic=deterministic, budget=1 << 30,
                 )  # fmt: skip
@@ -354,7 +352,7 @@ def time_indexer() -> None:
             topk=2048,
             use_relu=True,
             options=StageOptions(memory_budget=budget),
-        )  # noqa: B023, E731
+        )
         call()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -373,7 +371,7 @@ def time_indexer() -> None:
         try:
             call = lambda: launch_target(
                 data["q"], data["kv"], slots, lse=lse, scale=SCALE, tile=tile, budget=1 << 30
-            )  # noqa: B023, E731
+            )
             mass = call()
             note(
                 time="target",
@@ -397,7 +395,7 @@ def time_indexer() -> None:
                 dk=dk,
                 tiles=tiles,
                 options=StageOptions(deterministic=deterministic),
-            )  # noqa: B023, E731
+            )
             call()
             ms = do_bench(call, warmup=20, rep=100, return_mode="median")
             note(
@@ -424,7 +422,7 @@ def time_long_indexer(size: int = 131072) -> None:
         topk=2048,
         use_relu=True,
         options=StageOptions(memory_budget=1 << 30),
-    )  # noqa: E731
+    )
     call()
     torch.cuda.synchronize()
     scratch = torch.cuda.max_memory_allocated() - before - size * 2049 * 4
@@ -514,7 +512,7 @@ def time_decode() -> None:
             ms = do_bench(
                 lambda: launch_forward(**data, scale=SCALE, v_channels=512, tile=FEW, splits=splits),
                 return_mode="median",
-            )  # noqa: B023
+            )
             note(time="decode", rows=rows, heads=16, splits=splits, us=ms * 1000)
 
 
