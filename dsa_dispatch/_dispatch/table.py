@@ -106,14 +106,16 @@ def _sizes(snapshot: Snapshot, inputs: Sequence[Tensor], request: str) -> tuple[
 
     Elements tensor by tensor: which of them count depends on the stage.
     """
-    rows, batch = inputs[0].shape[:2]
+    rows, batch, *_ = inputs[0].shape
     keys = inputs[1].shape[0]
     if snapshot.exact_sizes:
         return (rows, batch, keys)
+    lengths = (bisect_left(snapshot.row_limits, rows * batch), bisect_left(snapshot.key_limits, keys * batch))
     limits = snapshot.element_limits
+    if not limits:
+        return lengths
     return (
-        bisect_left(snapshot.row_limits, rows * batch),
-        bisect_left(snapshot.key_limits, keys * batch),
+        *lengths,
         *[bisect_left(limits, tensor.numel()) for tensor in inputs],
         bisect_left(limits, rows * batch * parse_request(request).width),
     )

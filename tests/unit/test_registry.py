@@ -502,3 +502,11 @@ def test_a_registry_of_ones_own_leaves_nothing_behind():
     assert current() is before
     assert "extra" not in current().snapshot.backends
     assert current().configured == ""
+
+
+def test_a_policy_plugin_sees_no_lengths_since_one_decision_serves_many():
+    calls = []
+    snapshot = Snapshot()
+    snapshot.plugins.register(policy(lambda call, candidates: calls.append(call)))
+    backend_order(snapshot, CallSpec("run_fused_qk_topk", batch=3, rows=70, keys=900, width=64))
+    assert [(call.batch, call.rows, call.keys, call.width) for call in calls] == [(1, 1, 1, 64)]
