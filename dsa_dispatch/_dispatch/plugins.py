@@ -5,6 +5,7 @@ A plugin is somebody else's code: one that raises is named and costs neither the
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ def backend_order(snapshot: Snapshot, call: CallSpec) -> tuple[tuple[str, ...], 
     declared = tuple(entry.spec.name for entry in snapshot.ranked())
     faults: list[str] = []
     manager = snapshot.plugins
+    # Lengths are not part of a cached decision's key, so an order that depended on them would outlive its reason.
+    call = dataclasses.replace(call, batch=1, rows=1, keys=1)
     for implementation in reversed(manager.hook.dsa_dispatch_order.get_hookimpls()):
         plugin = implementation.plugin
         hook = _hook_of(manager, plugin, "dsa_dispatch_order")

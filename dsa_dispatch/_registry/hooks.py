@@ -34,5 +34,6 @@ def dsa_dispatch_on_decision(decision: Decision) -> None:
 def dsa_dispatch_order(call: CallSpec, candidates: tuple[str, ...]) -> Sequence[str] | None:
     """Reorder the candidates of a stage. The first plugin that returns a permutation wins; None leaves it to others.
 
-    Must be pure: the same arguments give the same order on every rank.
+    Must be pure: the same arguments give the same order on every rank. ``call`` carries no lengths: its batch, rows
+    and keys are 1, since one decision serves calls of many lengths.
     """

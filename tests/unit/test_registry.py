@@ -17,6 +17,7 @@ from unit.calls import chosen, run_attention
 import dsa_dispatch
 from dsa_dispatch import (
     BackendSpec,
+    CallSpec,
     Capability,
     Heads,
     Requirement,
@@ -27,6 +28,7 @@ from dsa_dispatch import (
     register_backend,
     unregister_backend,
 )
+from dsa_dispatch._dispatch.plugins import backend_order
 from dsa_dispatch._registry import registry as module
 from dsa_dispatch._registry.registry import Snapshot, load_plugins, with_backend
 from dsa_dispatch._runtime import Runtime, current, swapped
@@ -234,14 +236,15 @@ def test_a_plugin_for_another_api_is_listed_and_declined():
             lambda: register_backend(spec_with(heads=Heads(values={64}))),
             "backend 'odd' of register_backend(), stage gqa_forward: capability field heads is not frozen",
         ),
-        (lambda: unregister_backend("nobody"), "no backend 'nobody'; registered: torch_dense"),
+        (lambda: unregister_backend("nobody"), "no backend 'nobody'; registered: "),
     ],
 )
 def test_ill_formed_data_is_a_plugin_error_that_says_what_is_wrong(registry, make, text):
+    before = list(current().snapshot.backends)
     with pytest.raises(PluginError) as caught:
         make()
     assert text in str(caught.value)
-    assert list(current().snapshot.backends) == ["torch_dense"]
+    assert list(current().snapshot.backends) == before
 
 
 def test_a_spec_does_not_change_with_the_mapping_it_was_made_of():
@@ -288,7 +291,8 @@ def test_listing_says_who_brought_what_and_what_is_missing():
         "absent", ("gqa_forward",), rank=3, packages=(Requirement("no-such-dist", "no_such_module", ">=2"),)
     )
     with isolated_registry(absent.spec, installed=True):
-        first, second = list_backends()
+        listed = {entry.name: entry for entry in list_backends()}
+        first, second = listed["absent"], listed["torch_dense"]
     assert (first.name, first.rank, first.stages, first.installed) == ("absent", 3, ("gqa_forward",), False)
     assert first.missing == (
         "NOT_INSTALLED package no-such-dist: got not installed, supports >=2. pip install 'no-such-dist>=2'.",
