@@ -144,6 +144,7 @@ SPEC: Final = BackendSpec(
                 index_form="any",
                 capture_safe=True,
                 max_keys=MAX_KEYS,
+                verified="benchmarks/vendor/h200.json",
                 scratch=_attention_backward,
             ),
             f"{_HERE}.attention_backward:attention_backward",

@@ -49,6 +49,7 @@ SPEC: Final = BackendSpec(
                 index_form="any",
                 deterministic=True,
                 capture_safe=True,
+                verified="benchmarks/vendor/h200.json",
                 scratch=_scratch,
             ),
             "dsa_backends.flash_mla.attention_forward:attention_forward",
