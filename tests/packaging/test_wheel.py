@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import json
 import sys
 import zipfile
@@ -11,6 +12,7 @@ import pytest
 from fresh_environment import ROOT, Environment
 
 import dsa_dispatch
+from dsa_dispatch.testing import isolated_registry
 
 INFO = f"dsa_dispatch-{dsa_dispatch.__version__}.dist-info"
 
@@ -62,13 +64,18 @@ def test_both_packages_are_typed(names):
     assert {"dsa_dispatch/py.typed", "dsa_backends/py.typed"} <= names
 
 
-def test_the_entry_points_are_there_and_lead_somewhere(built, names):
+@pytest.fixture(scope="module")
+def entry_points(built):
     parser = configparser.ConfigParser()
     parser.optionxform = str
     with zipfile.ZipFile(built) as archive:
         parser.read_string(archive.read(f"{INFO}/entry_points.txt").decode())
-    assert parser["console_scripts"]["dsa-dispatch"] == "dsa_dispatch._cli:main"
-    points = dict(parser["dsa_dispatch.backends"])
+    return parser
+
+
+def test_the_entry_points_are_there_and_lead_somewhere(entry_points, names):
+    assert entry_points["console_scripts"]["dsa-dispatch"] == "dsa_dispatch._cli:main"
+    points = dict(entry_points["dsa_dispatch.backends"])
     assert points["torch_dense"] == "dsa_backends.torch_dense.spec"
     for module in points.values():
         assert f"{module.replace('.', '/')}.py" in names
@@ -89,10 +96,13 @@ def test_it_is_the_installed_copy_that_runs(installed):
         assert path.startswith(str(installed.folder))
 
 
-def test_the_matrix_is_printed_and_is_the_one_of_the_checkout(installed):
+def test_the_matrix_is_printed_and_is_that_of_every_backend_in_the_wheel(installed, entry_points):
+    modules = [importlib.import_module(module) for module in entry_points["dsa_dispatch.backends"].values()]
+    specs = [spec for module in modules for spec in module.dsa_dispatch_backends()]
     status, text = installed.command("dsa-dispatch", "matrix", "--format", "markdown")
     assert status == 0, text
-    assert dsa_dispatch.capability_matrix().to_markdown() in text
+    with isolated_registry(*specs):
+        assert dsa_dispatch.capability_matrix().to_markdown() in text
     status, text = installed.command("dsa-dispatch", "matrix")
     assert status == 0, text
     assert "torch_dense" in text

@@ -231,7 +231,10 @@ def test_a_plugin_for_another_api_is_listed_and_declined():
         (lambda: register_backend(spec_with("auto")), "auto and none are policies, not names"),
         (lambda: register_backend(spec_with("none")), "auto and none are policies, not names"),
         (lambda: register_backend(FakeBackend("x", families=["none"]).spec), "'none' cannot name a family"),
-        (lambda: register_backend(FakeBackend("torch_dense").spec), "already registered by entry point"),
+        (
+            lambda: register_backend(FakeBackend("torch_dense").spec),
+            "already registered by isolated_registry()",
+        ),
         (
             lambda: register_backend(spec_with(heads=Heads(values={64}))),
             "backend 'odd' of register_backend(), stage gqa_forward: capability field heads is not frozen",
