@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
@@ -108,7 +109,7 @@ def check(
                 result.worst,
                 "-" if result.error is None else f"{result.error:.1e}",
                 f"{result.limit:.0e}",
-                "[green]ok[/]" if result.passed else f"[red]WRONG[/] {result.note}",
+                "[green]ok[/]" if result.passed else f"[red]WRONG[/] {escape(result.note)}",
             )
         console.print(table)
     if not all(result.passed for result in results):

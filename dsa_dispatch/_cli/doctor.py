@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from dsa_dispatch._call import CallSpec
@@ -60,7 +61,7 @@ def doctor(
         for stage, spec in entry.spec.stages.items():
             for device in available_devices():
                 state, detail = _state(entry, stage, device, spec.capability.devices)
-                table.add_row(entry.spec.name, stage, str(device), state)
+                table.add_row(entry.spec.name, stage, str(device), escape(state))
                 if detail:
                     details.append(f"{entry.spec.name} {stage} on {device}, {entry.origin}:\n{detail}")
         mismatch = _api_mismatch(entry)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from dsa_dispatch._cli.output import emit
@@ -32,7 +33,7 @@ def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable."
     )
     for info in backends:
         state = "yes" if info.installed else "no: " + "; ".join(info.missing)
-        table.add_row(info.name, str(info.rank), state, ", ".join(info.stages), info.origin)
+        table.add_row(info.name, str(info.rank), escape(state), ", ".join(info.stages), info.origin)
     console = Console()
     console.print(table)
     console.print("presets: " + ", ".join(preset_names()))

@@ -106,3 +106,8 @@ def plan_of(token: torch.Tensor) -> Plan:
     if number == NO_PLAN:
         raise Explained
     return _PLANS[number]
+
+
+def plan_by_id(number: int) -> Plan:
+    """The plan whose ``id`` this is."""
+    return _PLANS[number]

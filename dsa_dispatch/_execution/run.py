@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from dsa_dispatch._call import RowLayout
 from dsa_dispatch._decline import Decline
 from dsa_dispatch._dispatch.decide import LOGGER, replan
 from dsa_dispatch._dispatch.plan import Plan, StagePlan
@@ -25,10 +26,11 @@ R = TypeVar("R")
 class _MoveOn(Exception):
     """A backend declined at run time, before any side effect."""
 
-    def __init__(self, stage: StagePlan, decline: Decline) -> None:
+    def __init__(self, stage: StagePlan, decline: Decline, rows: RowLayout | None) -> None:
         super().__init__(str(decline))
         self.stage = stage
         self.decline = decline
+        self.rows = rows
 
 
 def call_stage(stage: StagePlan, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +38,7 @@ def call_stage(stage: StagePlan, *args: Any, **kwargs: Any) -> Any:
     try:
         return stage.function(*args, **kwargs)
     except BackendDeclined as declined:
-        raise _MoveOn(stage, declined.decline) from declined
+        raise _MoveOn(stage, declined.decline, kwargs.get("rows")) from declined
     except Exception as error:
         provider = f" ({stage.provider})" if stage.provider else ""
         note = f"raised by backend {stage.backend}{provider} in stage {stage.stage}"
@@ -51,7 +53,7 @@ def run_planned(plan: Plan, stages: tuple[Stage, ...], body: Callable[[Plan], R]
         try:
             result = body(plan)
         except _MoveOn as moved:
-            plan = replan(plan, moved.stage, moved.decline)
+            plan = replan(plan, moved.stage, moved.decline, moved.rows)
             continue
         runtime = current()
         for name in stages:

@@ -19,6 +19,7 @@ from dsa_dispatch._capability import Requirement
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._registry import selftest
 from dsa_dispatch._stages import Stage
+from dsa_dispatch.errors import BackendDeclined
 
 if TYPE_CHECKING:
     from dsa_dispatch._runtime import Runtime
@@ -111,11 +112,15 @@ def _probe(spec: BackendSpec, stage: Stage, device: torch.device) -> Availabilit
         function = resolve_reference(spec.stages[stage].function)
         named = spec.stages[stage].provider
         provider = str(resolve_reference(named)()) if named else ""
+    except BackendDeclined as declined:
+        return Availability((declined.decline,), traceback=traceback.format_exc())
     except Exception as error:
         return _failed(DeclineCode.IMPORT_FAILED, spec.stages[stage].function, error)
     if spec.self_test:
         try:
             selftest.run(function, spec.stages[stage].capability, stage, device)
+        except BackendDeclined as declined:
+            return Availability((declined.decline,), traceback=traceback.format_exc())
         except Exception as error:
             return _failed(DeclineCode.SELF_TEST_FAILED, f"{spec.name} {stage} on {device}", error)
     return Availability(function=function, provider=provider)

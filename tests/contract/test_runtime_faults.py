@@ -9,6 +9,7 @@ from contract import formulas, make
 from dsa_dispatch import (
     Decline,
     DeclineCode,
+    Scratch,
     run_fused_absorbed_sparse_attention,
     run_fused_qk_topk,
     stats,
@@ -117,3 +118,28 @@ def test_any_other_exception_propagates_with_a_note(stage, error):
             attend(inputs).sum().backward()
         assert stats().ran(stage) == {}
     assert caught.value.__notes__[-1] == f"raised by backend fake in stage {stage}"
+
+
+def test_the_next_backend_is_judged_with_the_lengths_of_the_call():
+    picky = FakeBackend("picky", ("attention_forward",), rank=9, declines=REASON)
+    short = FakeBackend("short", ("attention_forward",), rank=5, max_rows=7)
+    inputs = leaves()
+    with (
+        isolated_registry(picky.spec, short.spec, installed=True),
+        assert_backend_ran("torch_dense", "attention_forward"),
+    ):
+        attend(inputs)
+    assert picky.calls
+    assert not short.calls
+
+
+def test_the_next_backend_is_given_rows_by_its_own_memory():
+    def costly(call):
+        return Scratch(per_row=(("much", 1 << 16),))
+
+    picky = FakeBackend("picky", ("attention_forward",), rank=9, declines=REASON)
+    hungry = FakeBackend("hungry", ("attention_forward",), rank=5, scratch=costly)
+    inputs = leaves()
+    with isolated_registry(picky.spec, hungry.spec, installed=True), use_backend(memory_budget=3 << 16):
+        attend(inputs)
+    assert [shapes[0][0] for _, shapes in hungry.calls] == [2, 2, 2, 2]
