@@ -148,6 +148,9 @@ def _forward(
     heads = query.shape[2]
     layout = row_layout(query, key)
     memory = attention_memory(plan, stage, query, (key,), indices, v_channels)
+    if "attention_backward" in plan.stages:
+        # A budget below a row of the backward is refused now, not after the forward has run.
+        attention_memory(plan, plan.stage("attention_backward"), query, (key,), indices, v_channels)
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)
 
     def one(chunk: Chunk) -> tuple[Tensor, Tensor]:

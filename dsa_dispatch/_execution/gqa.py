@@ -57,6 +57,9 @@ def _forward(
     legal = stage.legalization
     layout = row_layout(query, key)
     memory = attention_memory(plan, stage, query, (key, value), indices, v_channels)
+    if "gqa_backward" in plan.stages:
+        # As in the absorbed forward: refused now, not after it has run.
+        attention_memory(plan, plan.stage("gqa_backward"), query, (key, value), indices, v_channels)
     k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
 
     def one(chunk: Chunk) -> tuple[Tensor, Tensor]:

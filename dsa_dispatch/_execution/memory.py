@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dsa_dispatch._call import CallSpec, RowLayout
 from dsa_dispatch._capability import Scratch
 from dsa_dispatch._dispatch.plan import Plan, StagePlan, plan_by_id
+from dsa_dispatch._execution.notes import add_note
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.errors import ConfigError
 
@@ -102,7 +103,11 @@ def _plan_memory(
     call = dataclasses.replace(plan.call, batch=layout.batch, rows=layout.rows, keys=layout.keys)
     per_row, whole = list(core), list(fixed)
     for stage in stages:
-        scratch: Scratch = stage.capability.scratch(legalized_call(call, stage))
+        try:
+            scratch: Scratch = stage.capability.scratch(legalized_call(call, stage))
+        except Exception as error:
+            add_note(error, f"raised by the scratch of backend {stage.backend}, stage {stage.stage}")
+            raise
         per_row += [(f"{stage.stage}: {name}", size) for name, size in scratch.per_row]
         whole += [(f"{stage.stage}: {name}", size) for name, size in scratch.fixed]
     total = layout.batch * layout.rows

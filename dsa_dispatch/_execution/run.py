@@ -14,6 +14,8 @@ from dsa_dispatch._decline import Decline
 from dsa_dispatch._dispatch.decide import LOGGER, replan
 from dsa_dispatch._dispatch.plan import Plan, StagePlan
 from dsa_dispatch._execution.memory import MemoryPlan
+from dsa_dispatch._execution.notes import add_note
+from dsa_dispatch._execution.results import check_results
 from dsa_dispatch._execution.rows import Chunk, chunks
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import Stage
@@ -36,14 +38,15 @@ class _MoveOn(Exception):
 def call_stage(stage: StagePlan, *args: Any, **kwargs: Any) -> Any:
     """Run the stage's function. Its exceptions propagate with a note that names backend and stage."""
     try:
-        return stage.function(*args, **kwargs)
+        result = stage.function(*args, **kwargs)
+        check_results(stage.backend, stage.stage, result, args, kwargs)
+        return result
     except BackendDeclined as declined:
         raise _MoveOn(stage, declined.decline, kwargs.get("rows")) from declined
     except Exception as error:
         provider = f" ({stage.provider})" if stage.provider else ""
         note = f"raised by backend {stage.backend}{provider} in stage {stage.stage}"
-        # What add_note does; Python 3.10 has no add_note and shows no notes, but keeps them for whoever looks.
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+        add_note(error, note)
         raise
 
 
@@ -89,9 +92,18 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
     def body(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(argument for argument in args if isinstance(argument, torch.Tensor))
         with torch.no_grad(), _without_autocast(first.device.type), _on(first.device):
-            return function(*args, **kwargs)
+            return _owned(function(*args, **kwargs))
 
     return body
+
+
+def _owned(results: R) -> R:
+    """Results that are no views: autograd refuses to change a view in place (``out += x``, ``relu_``), and whether a
+    result is one would depend on batch and chunks. What it views is ours and gone, so ``data`` is the whole truth.
+    """
+    if isinstance(results, torch.Tensor):
+        return results.data if results._is_view() else results  # type: ignore[return-value]
+    return tuple(_owned(result) for result in results)  # type: ignore[return-value, attr-defined]
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

@@ -83,7 +83,8 @@ def run_fused_absorbed_sparse_attention(
     serve.
     """
     check.check_tensors(
-        {"query": query, "key": key, "topk_indices": topk_indices, "topk_length": topk_length}
+        {"query": query, "key": key, "topk_indices": topk_indices, "topk_length": topk_length},
+        optional=("topk_length",),
     )
     width = check.check_absorbed(query, key, v_channels)
     check.check_indices(query, topk_indices, topk_length)
@@ -172,7 +173,14 @@ def run_fused_gqa_sparse_attention(
     else, the errors included, as in ``run_fused_absorbed_sparse_attention``. Returns ``out [sq, b, hq, dv]``.
     """
     check.check_tensors(
-        {"query": query, "key": key, "value": value, "topk_indices": topk_indices, "topk_length": topk_length}
+        {
+            "query": query,
+            "key": key,
+            "value": value,
+            "topk_indices": topk_indices,
+            "topk_length": topk_length,
+        },
+        optional=("topk_length",),
     )
     check.check_grouped(query, key, value)
     check.check_indices(query, topk_indices, topk_length)

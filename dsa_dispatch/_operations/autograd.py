@@ -64,6 +64,17 @@ def _loss(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Any, ...]:
     return *gradients, *([None] * (ctx.inputs - 3))
 
 
+def _save_projection(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _projection(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    out, weight = ctx.saved_tensors
+    need_out, need_weight = ctx.needs_input_grad
+    d_out, d_weight = library.project_up_backward(gradient, out, weight, need_out, need_weight)
+    return d_out if need_out else None, d_weight if need_weight else None
+
+
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     return None
 
@@ -86,5 +97,8 @@ def register() -> None:
     )
     torch.library.register_autograd(f"{name}::gqa_forward", _gqa, setup_context=_save_gqa, lib=lib)
     torch.library.register_autograd(f"{name}::indexer_loss", _loss, setup_context=_save_loss, lib=lib)
-    for op in ("attention_backward", "gqa_backward", "scale_gradient"):
+    torch.library.register_autograd(
+        f"{name}::project_up", _projection, setup_context=_save_projection, lib=lib
+    )
+    for op in ("attention_backward", "gqa_backward", "scale_gradient", "project_up_backward"):
         torch.library.register_autograd(f"{name}::{op}", _once(op), setup_context=_save_nothing, lib=lib)

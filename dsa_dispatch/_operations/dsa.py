@@ -73,7 +73,8 @@ def run_fused_dsa_attention(
             "up_v_weight": up_v_weight,
             NAMES.q: q_indexer,
             "key_positions": key_positions,
-        }
+        },
+        optional=("value", "up_v_weight", "key_positions"),
     )
     topk = check_selection(
         q_indexer,
@@ -183,5 +184,5 @@ def _decide_attention(
 
 def _project_up(out: Tensor, up_v_weight: Tensor) -> Tensor:
     """``[sq, b, h, dv] x [h, vh, dv] -> [sq, b, h * vh]`` in query's dtype, whatever autocast says."""
-    with torch.autocast(out.device.type, enabled=False):
-        return torch.einsum("sbhc,hdc->sbhd", out, up_v_weight.to(out.dtype)).flatten(2)
+    projected: Tensor = library.project_up(out, up_v_weight.to(out.dtype))
+    return projected

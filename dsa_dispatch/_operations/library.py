@@ -16,7 +16,7 @@ from torch import Tensor
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.recording import NO_PLAN, RECORDED
 from dsa_dispatch._dispatch.table import plan_for, record
-from dsa_dispatch._execution import attention, gqa, loss, topk
+from dsa_dispatch._execution import attention, gqa, loss, projection, topk
 
 NAMESPACE: Final = "dsa_dispatch"
 # torch.library is untyped in the releases we support.
@@ -200,6 +200,14 @@ _define(
     _fake_scale_gradient,
 )
 
+_define("project_up(Tensor out, Tensor weight) -> Tensor", projection.project_up, projection.fake_project_up)
+_define(
+    "project_up_backward(Tensor gradient, Tensor out, Tensor weight, bool need_out, bool need_weight) "
+    "-> (Tensor, Tensor)",
+    projection.project_up_backward,
+    projection.fake_project_up_backward,
+)
+
 OPS = torch.ops.dsa_dispatch
 decide = OPS.decide.default
 indexer_topk = OPS.indexer_topk.default
@@ -209,6 +217,8 @@ gqa_forward = OPS.gqa_forward.default
 gqa_backward = OPS.gqa_backward.default
 indexer_loss = OPS.indexer_loss.default
 scale_gradient = OPS.scale_gradient.default
+project_up = OPS.project_up.default
+project_up_backward = OPS.project_up_backward.default
 
 ALL_OPS: Final = (
     decide,
@@ -219,4 +229,6 @@ ALL_OPS: Final = (
     gqa_backward,
     indexer_loss,
     scale_gradient,
+    project_up,
+    project_up_backward,
 )

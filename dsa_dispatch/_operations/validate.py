@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsa_dispatch.errors import InvalidInputError
 
 INT_TYPES: Final = (torch.int32, torch.int64)
 FLOAT_TYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_KEYS: Final = 2**31 - 1
+MAX_SCALE: Final = torch.finfo(torch.float32).max
+"""Scales are applied in fp32 where the inputs are not fp64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,15 @@ def shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def check_tensors(tensors: Mapping[str, object]) -> None:
-    """Plain tensors of one device."""
+def check_tensors(tensors: Mapping[str, object], optional: Collection[str] = ()) -> None:
+    """Plain strided tensors of one device; None only for the names in ``optional``."""
     device: torch.device | None = None
     first = ""
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name in optional:
             continue
         if not isinstance(tensor, Tensor):
-            raise InvalidInputError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+            raise InvalidInputError(f"{name}: expected a torch.Tensor, got {_kind(tensor)}")
         if not torch.compiler.is_compiling():
             _check_plain(name, tensor)
         if device is None:
@@ -55,15 +57,39 @@ def check_tensors(tensors: Mapping[str, object]) -> None:
             )
 
 
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
 def _check_plain(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InvalidInputError(f"{name}: got a {layout} tensor, supports strided ones (tensor.to_dense())")
     if torch._C._functorch.is_batchedtensor(tensor):
         raise InvalidInputError(
             f"{name} is batched by vmap, which these operations do not support: pass the batch as the second dimension"
+        )
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InvalidInputError(
+            f"{name} is traced by torch.func (grad, vjp, jvp, jacfwd), which these operations do not support: "
+            f"use torch.autograd.grad"
+        )
+    if _has_tangent(tensor):
+        raise InvalidInputError(
+            f"{name} carries a forward-mode tangent, and these operations have no forward-mode derivative: use "
+            f"torch.autograd.grad, or detach the input"
         )
     if type(tensor).__module__.startswith("torch.distributed.tensor"):
         raise InvalidInputError(
             f"{name} is a DTensor, which these operations do not support: pass local tensors (tensor.to_local())"
         )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    # Asking outside a dual level raises; inside one, an op without a formula would silently give a zero derivative.
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def check_floating(tensors: Mapping[str, Tensor]) -> None:
@@ -129,23 +155,30 @@ def check_scale(value: Any, name: str = "softmax_scale") -> float:
             f"{name}: got {value!r}, expected a positive float such as (qk_nope + qk_rope) ** -0.5; it is never "
             f"derived from the width of the tensors"
         )
-    if not math.isfinite(value) or value <= 0:
-        raise InvalidInputError(f"{name}: got {value!r}, expected a finite positive float")
+    if not 0 < value <= MAX_SCALE:
+        raise InvalidInputError(
+            f"{name}: got {value!r}, expected a finite positive float, at most {MAX_SCALE:.3g}"
+        )
     return float(value)
 
 
 def check_count(name: str, value: Any, minimum: int = 1) -> int:
+    """An int in ``[minimum, 2**31 - 1]``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {minimum}")
     if value < minimum:
         raise InvalidInputError(f"{name}: got {value}, expected at least {minimum}")
+    if value > MAX_KEYS:
+        raise InvalidInputError(f"{name}: got {value}, supports up to {MAX_KEYS}: key ids are int32")
     return value  # type: ignore[return-value]  # a SymInt stands for an int while tracing
 
 
 def check_coefficient(value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
-        raise InvalidInputError(f"loss_coeff: got {value!r}, expected a finite float of at least 0")
+    if not number or not 0 <= value <= MAX_SCALE:
+        raise InvalidInputError(
+            f"loss_coeff: got {value!r}, expected a finite float of at least 0, at most {MAX_SCALE:.3g}"
+        )
     return float(value)
 
 

@@ -79,6 +79,7 @@ def test_every_op_is_checked():
     checked = {
         library.decide, library.indexer_topk, library.attention_forward, library.attention_backward,
         library.gqa_forward, library.gqa_backward, library.indexer_loss, library.scale_gradient,
+        library.project_up, library.project_up_backward,
     }  # fmt: skip
     assert set(library.ALL_OPS) == checked
 
@@ -188,3 +189,19 @@ def test_scale_gradient(dtype, link):
     opcheck(
         library.scale_gradient, (gradient, factor, torch.tensor(2.0, requires_grad=True), link, dtype),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize("grad", [False, True])
+def test_project_up(batch, grad):
+    opcheck(
+        library.project_up,
+        (make.normal(3, batch, 2, 5, grad=grad), make.normal(2, 4, 5, grad=grad)),
+        traced=True,
+    )
+
+
+@pytest.mark.parametrize("need", [(True, True), (True, False), (False, True), (False, False)])
+def test_project_up_backward(need):
+    tensors = make.normal(3, 2, 8), make.normal(3, 2, 2, 5), make.normal(2, 4, 5)
+    opcheck(library.project_up_backward, (*tensors, *need))
