@@ -38,6 +38,7 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing torch and what the library needs into $(VENV), once; this may take a few minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 

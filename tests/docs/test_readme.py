@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dsa_dispatch as dsa
+from dsa_backends.flash_mla.spec import SPEC
 from dsa_dispatch._dispatch.check import declines
 from dsa_dispatch._policy.environment import VARIABLES
 from dsa_dispatch._stages import OPERATION_GROUPS
@@ -42,7 +43,7 @@ def test_every_operation_and_variable_is_mentioned():
 
 
 def test_decline_example_is_what_the_library_says():
-    call = dsa.CallSpec("run_fused_absorbed_sparse_attention", heads=96, width=64)
-    capability = dsa.Capability(heads=dsa.Heads(power_of_two=True, minimum=16))
-    (decline,) = declines(capability, "attention_forward", call, dsa.DeviceInfo())
+    device = dsa.DeviceInfo("cuda", "NVIDIA H200", (9, 0), 1 << 37, 232448)
+    call = dsa.CallSpec("run_fused_absorbed_sparse_attention", "cuda", dtype="float32", heads=64, width=2048)
+    (decline,) = declines(SPEC.stages["attention_forward"].capability, "attention_forward", call, device)
     assert f"\n{decline}\n" in README
