@@ -1,6 +1,7 @@
 """Checks and times the Triton kernels on one GPU: correctness first, then variants of the tiles, a table last.
 
-Run from the repository root: ``PYTHONPATH=.:backends python benchmarks/triton/h200.py --out FOLDER [--only forward,...]``.
+Run from the repository root: ``PYTHONPATH=.:backends python benchmarks/triton/h200.py --out FOLDER [--only
+forward,...]``.
 ``--warm K/N`` compiles and checks every N-th variant from the K-th and stops: run N of them side by side first.
 """
 
@@ -172,7 +173,7 @@ def time_attention(rows: int = 4096) -> None:
         out = lse = None
         for tile, splits in FORWARD[heads]:
             try:
-                call = lambda: launch_forward(**data, scale=SCALE, v_channels=512, tile=tile, splits=splits)  # noqa: B023, E731
+                call = lambda: launch_forward(**data, scale=SCALE, v_channels=512, tile=tile, splits=splits)
                 out, lse = call()
                 ms = do_bench(call, warmup=20, rep=150, return_mode="median")
             except Exception as problem:
@@ -188,9 +189,9 @@ def time_attention(rows: int = 4096) -> None:
         for tiles in BACKWARD[heads]:
             dkv = torch.zeros(KEYS, 576, device="cuda")
             for deterministic in (False, True):
-                call = lambda: launch_backward(  # noqa: E731
-                    **data, out=out, lse=lse, dout=dout, scale=SCALE, v_channels=512, need_dq=True, dkv=dkv, tiles=tiles,
-                    deterministic=deterministic, budget=1 << 30,
+                call = lambda: launch_backward(
+                    **data, out=out, lse=lse, dout=dout, scale=SCALE, v_channels=512, need_dq=True, dkv=dkv,
+                    tiles=tiles, deterministic=deterministic, budget=1 << 30,
                 )  # fmt: skip
                 try:
                     call()
@@ -255,7 +256,7 @@ def check_indexer(select: Callable[[], bool]) -> None:
             continue
         data = index_inputs(64, keys, heads)
         starts, ends = causal(64, keys)
-        ids, length = indexer_topk(
+        ids, _ = indexer_topk(
             **data,
             starts=starts,
             ends=ends,
@@ -448,8 +449,8 @@ def check_guards() -> None:
 
     def backward(dkv: torch.Tensor, deterministic: bool, budget: int = 1 << 28) -> torch.Tensor:
         dq = launch_backward(
-            **data, out=out, lse=lse, dout=dout, scale=SCALE, v_channels=512, need_dq=True, dkv=dkv, tiles=BACKWARD[64][0],
-            deterministic=deterministic, budget=budget,
+            **data, out=out, lse=lse, dout=dout, scale=SCALE, v_channels=512, need_dq=True, dkv=dkv,
+            tiles=BACKWARD[64][0], deterministic=deterministic, budget=budget,
         )  # fmt: skip
         assert dq is not None
         return dq

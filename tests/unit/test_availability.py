@@ -469,7 +469,9 @@ def test_a_contradictory_capability_is_a_decline_and_not_an_endless_search():
 
 
 def test_a_backend_that_declines_while_it_is_probed_gives_its_own_reason():
-    reason = Decline(DeclineCode.VERSION, "provider", "torch 2.11", "torch 2.13", "Install the other release.")
+    reason = Decline(
+        DeclineCode.VERSION, "provider", "torch 2.11", "torch 2.13", "Install the other release."
+    )
     backend = FakeBackend("picky", ("attention_forward",), declines=reason, self_test=True)
     with isolated_registry(backend.spec) as runtime:
         assert probe(runtime, backend.spec, "attention_forward", CPU).declines == (reason,)
