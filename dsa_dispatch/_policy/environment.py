@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from dsa_dispatch._policy.config import DSAConfig
-from dsa_dispatch._policy.values import nearest
+from dsa_dispatch._policy.values import nearest, shown
 from dsa_dispatch.errors import ConfigError
 
 PREFIX: Final = "DSA_KERNEL_"
@@ -46,14 +46,15 @@ def read_environment() -> Values:
 
 @lru_cache(maxsize=64)
 def environment_config(values: Values) -> DSAConfig:
-    """The settings that ``read_environment`` returned. An empty variable counts as unset."""
-    texts = {name: os.fsdecode(value) for name, value in zip(VARIABLES, values, strict=True) if value}
+    """The settings that ``read_environment`` returned. An empty or blank variable counts as unset."""
+    pairs = zip(VARIABLES, values, strict=True)
+    texts = {name: os.fsdecode(value) for name, value in pairs if value and value.strip()}
     settings = {}
     for name, text in texts.items():
         try:
             settings[VARIABLES[name]] = getattr(DSAConfig(**{VARIABLES[name]: text}), VARIABLES[name])
         except ConfigError as error:
-            raise ConfigError(f"environment variable {name}={text!r}: {error}") from None
+            raise ConfigError(f"environment variable {name}={shown(text)}: {error}") from None
     return DSAConfig(**settings)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Final, Literal
 
 from dsa_dispatch._stages import STAGES, Stage
@@ -28,14 +28,29 @@ _UNITS: Final[Mapping[str, int]] = {
     "mib": 2**20,
     "gib": 2**30,
 }
+_LARGEST: Final = 2**63 - 1
+"""Numbers cross into kernels as 64-bit integers."""
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """``' Did you mean X?'`` or the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5) if isinstance(word, str) else ()
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """``repr`` for a message: short, and there even for a number with more digits than Python prints."""
+    try:
+        text = repr(value)
+    except Exception:  # the message about a wrong value must not fail on the value
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def _stripped(value: object) -> object:
+    return value.strip() if isinstance(value, str) else value
 
 
 def parse_names(value: object, where: str) -> tuple[str, ...]:
@@ -46,17 +61,19 @@ def parse_names(value: object, where: str) -> tuple[str, ...]:
         names = tuple(value)
     else:
         raise ConfigError(
-            f"{where}: got {value!r}, supports 'auto', 'none', a backend name, a list of names, or a mapping from "
+            f"{where}: got {shown(value)}, supports 'auto', 'none', a backend name, a list of names, or a mapping from "
             f"a stage to one of these"
         )
     if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise ConfigError(
-            f"{where}: got {value!r}, expected backend names such as 'triton' or 'cudnn, triton'"
+            f"{where}: got {shown(value)}, expected backend names such as 'triton' or 'cudnn, triton'"
         )
     if len(set(names)) != len(names):
-        raise ConfigError(f"{where}: got {value!r}, a backend is named twice")
+        raise ConfigError(f"{where}: got {shown(value)}, a backend is named twice")
     if len(names) > 1 and any(name in SPECIAL for name in names):
-        raise ConfigError(f"{where}: got {value!r}; 'auto' and 'none' stand alone and are not part of a list")
+        raise ConfigError(
+            f"{where}: got {shown(value)}; 'auto' and 'none' stand alone and are not part of a list"
+        )
     return names
 
 
@@ -65,7 +82,7 @@ def parse_backend(value: object, where: str = "dsa_kernel_backend") -> BackendCh
     if isinstance(value, str) and "=" in value:
         pairs = [part.partition("=") for part in value.split(";") if part.strip()]
         if len({stage.strip() for stage, _, _ in pairs}) != len(pairs):
-            raise ConfigError(f"{where}: got {value!r}, a stage is named twice")
+            raise ConfigError(f"{where}: got {shown(value)}, a stage is named twice")
         value = {stage.strip(): names for stage, _, names in pairs}
     if not isinstance(value, Mapping):
         return (("*", parse_names(value, where)),)
@@ -74,7 +91,7 @@ def parse_backend(value: object, where: str = "dsa_kernel_backend") -> BackendCh
     for stage in value:
         if stage not in STAGES:
             raise ConfigError(
-                f"{where}: unknown stage {stage!r}. Stages: {', '.join(STAGES)}.{nearest(str(stage), STAGES)}"
+                f"{where}: unknown stage {shown(stage)}. Stages: {', '.join(STAGES)}.{nearest(stage, STAGES)}"
             )
     return tuple(
         (stage, parse_names(value[stage], f"{where}[{stage}]")) for stage in STAGES if stage in value
@@ -83,7 +100,7 @@ def parse_backend(value: object, where: str = "dsa_kernel_backend") -> BackendCh
 
 def parse_choice(value: tuple[tuple[object, ...], ...], where: str = "dsa_kernel_backend") -> BackendChoice:
     """The canonical form itself, as a ``DSAConfig`` holds it; ``dataclasses.replace`` hands it back."""
-    choice = {entry[0]: entry[1] for entry in value if len(entry) == 2}
+    choice = {entry[0]: entry[1] for entry in value if len(entry) == 2 and isinstance(entry[0], str)}
     if list(choice) == ["*"]:
         return (("*", parse_names(choice["*"], where)),)
     return parse_backend(choice, where)
@@ -96,57 +113,71 @@ def backend_text(choice: BackendChoice) -> str:
 
 
 def parse_fallback(value: object, where: str = "dsa_kernel_fallback") -> Fallback:
-    if value == "next":
-        return "next"
-    if value == "error":
-        return "error"
+    word = _stripped(value)
+    if isinstance(word, str):
+        if word == "next":
+            return "next"
+        if word == "error":
+            return "error"
     raise ConfigError(
-        f"{where}: got {value!r}, supports 'next' (move on and say so) and 'error' (run what is named or raise)."
-        f"{nearest(str(value), ('next', 'error'))}"
+        f"{where}: got {shown(value)}, supports 'next' (move on and say so) and 'error' (run what is named or raise)."
+        f"{nearest(word, ('next', 'error'))}"
     )
 
 
 def parse_flag(value: object, where: str) -> bool:
     if isinstance(value, bool):
         return value
-    word = str(value).strip().lower()
+    try:
+        word = str(value).strip().lower()
+    except Exception:  # a number with more digits than Python prints
+        word = ""
     if word in _TRUE:
         return True
     if word in _FALSE:
         return False
-    raise ConfigError(f"{where}: got {value!r}, supports true or false (also 1/0, yes/no, on/off)")
+    raise ConfigError(f"{where}: got {shown(value)}, supports true or false (also 1/0, yes/no, on/off)")
 
 
 def parse_bytes(value: object, where: str = "memory_budget") -> int:
     """Bytes as an int, or text such as ``"512MiB"`` or ``"1.5 GB"``."""
-    size = 0
+    size: int | Decimal = 0
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
-            size = math.floor(float(match[1]) * _UNITS[match[2].lower()])
-    if size <= 0:
+            # Not a float: from 2**53 on it would read back as another number, and far beyond as infinity.
+            size = Decimal(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= size <= _LARGEST:
         raise ConfigError(
-            f"{where}: got {value!r}, expected a positive number of bytes or text such as '512MiB' or '2GiB'"
+            f"{where}: got {shown(value)}, expected a positive number of bytes up to 2**63 - 1, or text such as "
+            f"'512MiB' or '2GiB'"
         )
-    return size
+    return int(size)
 
 
 def parse_query_chunk(value: object, where: str = "query_chunk") -> QueryChunk:
-    if value == "auto" or value == "off":
-        return value
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise ConfigError(f"{where}: got {value!r}, supports a positive number of query rows, 'auto' or 'off'")
+    word = _stripped(value)
+    if isinstance(word, str):
+        if word == "auto":
+            return "auto"
+        if word == "off":
+            return "off"
+        size: int | Decimal = Decimal(word) if word.isdecimal() else 0
+    else:
+        size = word if isinstance(word, int) and not isinstance(word, bool) else 0
+    if 1 <= size <= _LARGEST:
+        return int(size)
+    raise ConfigError(
+        f"{where}: got {shown(value)}, supports a positive number of query rows up to 2**63 - 1, 'auto' or 'off'"
+    )
 
 
 def parse_profile(value: object, where: str = "profile") -> str:
-    if value == "none":
+    if isinstance(value, str) and value.strip() == "none":
         return "none"
     raise ConfigError(
-        f"{where}: got {value!r}, supports 'none': this version orders backends by their declared rank and reads no "
-        f"measured profile. Leave it unset."
+        f"{where}: got {shown(value)}, supports 'none': this version orders backends by their declared rank and reads "
+        f"no measured profile. Leave it unset."
     )

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dsa_dispatch._policy.values import nearest
+from dsa_dispatch._policy.values import nearest, shown
 from dsa_dispatch._run_config.recipe import RunConfig
 from dsa_dispatch.errors import ConfigError
 
@@ -30,20 +30,26 @@ def load_preset(name_or_path: str | os.PathLike[str]) -> RunConfig:
     Raises ``ConfigError`` for an unknown name (with the nearest and all known), an unreadable file, and for every key
     that is unknown, missing or ill-valued.
     """
-    text = os.fspath(name_or_path)
+    # Callers pass what they were given: a value of a file, of an argument.
+    text = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"configuration {shown(name_or_path)}: got {type(name_or_path).__name__}, supports the name of a preset or "
+            f"the path of a YAML file, as str or pathlib.Path. Presets: {', '.join(preset_names())}"
+        )
     path = Path(text)
     if isinstance(name_or_path, str) and path.name == text and path.suffix not in _SUFFIXES:
         names = preset_names()
         if text.lower() in names:
             path = _preset_folder() / f"{text.lower()}.yaml"
-        elif not path.is_file():
+        elif not _is_file(path):
             raise ConfigError(
-                f"configuration {text!r} is neither a preset nor a file. Presets: {', '.join(names)}."
+                f"configuration {shown(text)} is neither a preset nor a file. Presets: {', '.join(names)}."
                 f"{nearest(text.lower(), names)}"
             )
-    elif not path.is_file():
+    elif not _is_file(path):
         raise ConfigError(
-            f"configuration file {text!r} does not exist. Give a YAML file or one of the presets: "
+            f"configuration file {shown(text)} does not exist. Give a YAML file or one of the presets: "
             f"{', '.join(preset_names())}"
         )
     return read_config(path)
@@ -73,6 +79,13 @@ def parse_config(data: Mapping[str, Any], where: str = "configuration") -> RunCo
         # A misspelt key also leaves the right one missing: what is unknown comes first.
         details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
         raise ConfigError("\n".join(_message(where, detail) for detail in details)) from error
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError) as error:  # a name too long, a folder that may not be entered
+        raise ConfigError(f"configuration file {shown(str(path))} cannot be read: {error}") from error
 
 
 def _preset_folder() -> Path:

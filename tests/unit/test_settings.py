@@ -13,6 +13,7 @@ from unit.calls import chosen, run_attention
 import dsa_dispatch
 from dsa_dispatch import DSAConfig
 from dsa_dispatch._policy.config import config_from_mapping, explicit_text, parse_text
+from dsa_dispatch._policy.environment import environment_config, read_environment
 from dsa_dispatch._runtime import Runtime, swapped
 from dsa_dispatch._stages import STAGES
 from dsa_dispatch.errors import ConfigError, UnknownBackendError
@@ -39,6 +40,11 @@ from dsa_dispatch.testing import FakeBackend, isolated_registry
         ),
         ({"memory_budget": "1.5KiB", "query_chunk": "128"}, "memory_budget:1536|query_chunk:128"),
         ({"memory_budget": "2 GB", "query_chunk": "off"}, "memory_budget:2000000000|query_chunk:off"),
+        ({"memory_budget": str(2**63 - 1)}, f"memory_budget:{2**63 - 1}"),
+        (
+            {"dsa_kernel_fallback": " error ", "query_chunk": " auto ", "profile": " none "},
+            "dsa_kernel_fallback:error|query_chunk:auto|profile:none",
+        ),
         ({"profile": "none", "debug_checks": 0}, "profile:none|debug_checks:False"),
     ],
 )
@@ -96,13 +102,23 @@ BAD = [
     ({"memory_budget": 0}, ["memory_budget: got 0", "positive"]),
     ({"memory_budget": True}, ["memory_budget: got True"]),
     ({"memory_budget": -5}, ["memory_budget: got -5"]),
+    ({"memory_budget": "9" * 400}, ["memory_budget: got '999", "(402 characters)", "up to 2**63 - 1"]),
+    ({"memory_budget": "9" * 5000 + " GiB"}, ["memory_budget: got '999", "up to 2**63 - 1"]),
+    ({"memory_budget": str(2**63)}, ["memory_budget: got '9223372036854775808'", "up to 2**63 - 1"]),
+    ({"memory_budget": 10**5000}, ["memory_budget: got <int>", "up to 2**63 - 1"]),
+    ({"query_chunk": "9" * 5000}, ["query_chunk: got '999", "up to 2**63 - 1"]),
+    ({"query_chunk": 2**63}, ["query_chunk: got 9223372036854775808", "up to 2**63 - 1"]),
+    ({"deterministic": 10**5000}, ["deterministic: got <int>", "true or false"]),
+    ({"dsa_kernel_fallback": 10**5000}, ["dsa_kernel_fallback: got <int>", "'next'"]),
+    ({"dsa_kernel_backend": {10**5000: "a"}}, ["unknown stage <int>"]),
+    ({"dsa_kernel_backend": (([], ("a",)),)}, ["empty mapping"]),
     ({"query_chunk": 0}, ["query_chunk: got 0", "'auto' or 'off'"]),
     ({"query_chunk": "some"}, ["query_chunk: got 'some'"]),
     ({"profile": "h200.json"}, ["profile: got 'h200.json'", "reads no measured profile"]),
 ]
 
 
-@pytest.mark.parametrize(("written", "parts"), BAD, ids=[str(case[0]) for case in BAD])
+@pytest.mark.parametrize(("written", "parts"), BAD, ids=[case[1][0] for case in BAD])
 def test_a_value_that_cannot_be_meant_is_named_with_what_can(written, parts):
     with pytest.raises(ConfigError) as caught:
         DSAConfig(**written)
@@ -229,6 +245,7 @@ def test_a_changed_variable_takes_effect_at_the_next_call(monkeypatch):
         ("DSA_KERNEL_FALLBACK", "maybe", "'next'"),
         ("DSA_KERNEL_DETERMINISTIC", "perhaps", "true or false"),
         ("DSA_KERNEL_MEMORY_BUDGET", "much", "'512MiB'"),
+        ("DSA_KERNEL_MEMORY_BUDGET", "0" * 90 + "9" * 100, "up to 2**63 - 1"),
         ("DSA_KERNEL_QUERY_CHUNK", "-1", "positive number of query rows"),
         ("DSA_KERNEL_PROFILE", "x", "supports 'none'"),
         ("DSA_KERNEL_DEBUG_CHECKS", "x", "true or false"),
@@ -241,6 +258,42 @@ def test_a_bad_variable_is_named_with_its_value_at_every_call(registry, monkeypa
             run_attention()
         assert f"environment variable {name}={value!r}: " in str(caught.value)
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "meant"),
+    [
+        ("DSA_KERNEL_BACKEND", " none ", "dsa_kernel_backend", (("*", ("none",)),)),
+        ("DSA_KERNEL_FALLBACK", " error ", "dsa_kernel_fallback", "error"),
+        ("DSA_KERNEL_DETERMINISTIC", " on ", "deterministic", True),
+        ("DSA_KERNEL_MEMORY_BUDGET", " 2 KiB ", "memory_budget", 2048),
+        ("DSA_KERNEL_QUERY_CHUNK", " auto ", "query_chunk", "auto"),
+        ("DSA_KERNEL_QUERY_CHUNK", " 64 ", "query_chunk", 64),
+        ("DSA_KERNEL_PROFILE", "none\n", "profile", "none"),
+        ("DSA_KERNEL_DEBUG_CHECKS", "0 ", "debug_checks", False),
+        ("DSA_KERNEL_BACKEND", " \t", "dsa_kernel_backend", None),
+    ],
+)
+def test_spaces_around_a_variable_mean_nothing(monkeypatch, name, value, field, meant):
+    monkeypatch.setenv(name, value)
+    assert getattr(environment_config(read_environment()), field) == meant
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (3, "configuration 3: got int, supports the name of a preset or the path of a YAML file"),
+        (None, "configuration None: got NoneType"),
+        (b"x", "configuration b'x': got bytes"),
+        ("x" * 5000, "cannot be read"),
+    ],
+    ids=["int", "None", "bytes", "long name"],
+)
+def test_a_source_of_settings_that_is_no_name_or_path_says_what_is_taken(source, part):
+    with pytest.raises(ConfigError) as caught:
+        dsa_dispatch.load_config(source)
+    assert part in str(caught.value)
+    assert len(str(caught.value)) < 6000
 
 
 def test_an_unknown_backend_in_a_variable_is_an_error(registry, monkeypatch):
