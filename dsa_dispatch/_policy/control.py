@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
@@ -14,8 +15,17 @@ from dsa_dispatch._policy.policy import CONTEXT, check_names, overlay
 from dsa_dispatch._runtime import current
 from dsa_dispatch.errors import ConfigError
 
-_OUTER: Final[ContextVar[tuple[str, ...]]] = ContextVar("dsa_dispatch_outer_policies", default=())
-"""What the open blocks of this thread or task will restore. Not kept in the object: one may be open in two threads."""
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """An open block and the text of the settings that it replaced."""
+
+    block: use_backend
+    outer: str
+
+
+_LAYERS: Final[ContextVar[tuple[_Layer, ...]]] = ContextVar("dsa_dispatch_policy_layers", default=())
+"""The open blocks of this thread or task. Not kept in the object: one may be open in two threads."""
 
 
 class use_backend:  # a context manager is named like the function it reads as
@@ -23,6 +33,8 @@ class use_backend:  # a context manager is named like the function it reads as
 
     ``backend`` as ``DSAConfig.dsa_kernel_backend``, or None to keep it; other settings by their short names. A block
     inside another inherits what it does not name. Wrap a compiled call in it; inside one it is a ``ConfigError``.
+    Leaving a block removes its own settings, whatever blocks were opened since; leaving one that was opened in another
+    thread or task is a ``ConfigError``.
     Raises ``ConfigError`` on entry for a value that cannot be meant, ``UnknownBackendError`` for an unknown name.
     """
 
@@ -52,8 +64,9 @@ class use_backend:  # a context manager is named like the function it reads as
                 "use_backend inside a compiled function would be fixed at compile time; put it around the compiled call"
             )
         check_names(self._config, current().snapshot.names())
-        merged = overlay(parse_text(CONTEXT.get()), self._config)
-        _OUTER.set((*_OUTER.get(), CONTEXT.get()))
+        outer = CONTEXT.get()
+        merged = overlay(parse_text(outer), self._config)
+        _LAYERS.set((*_LAYERS.get(), _Layer(self, outer)))
         CONTEXT.set(merged.text)
         return merged
 
@@ -63,8 +76,20 @@ class use_backend:  # a context manager is named like the function it reads as
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        *outer, text = _OUTER.get()
-        _OUTER.set(tuple(outer))
+        layers = _LAYERS.get()
+        place = max((place for place, layer in enumerate(layers) if layer.block is self), default=None)
+        if place is None:
+            raise ConfigError(
+                "use_backend: this block was opened in another thread or task, where its settings stay in force, or "
+                "not at all. Close a generator that holds a block where it was opened; to run a whole generator "
+                "elsewhere, open the block there"
+            )
+        kept, text = layers[:place], layers[place].outer
+        # A generator closed late leaves a block that is not the innermost: those inside it lose what they inherited.
+        for layer in layers[place + 1 :]:
+            kept = (*kept, _Layer(layer.block, text))
+            text = overlay(parse_text(text), layer.block._config).text
+        _LAYERS.set(kept)
         CONTEXT.set(text)
 
 
