@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -30,11 +32,21 @@ app.command("fingerprint")(fingerprint.fingerprint)
 
 
 def main() -> None:
-    """Entry point of ``dsa-dispatch``. An error of this library ends with its message and exit status 2."""
+    """Entry point of ``dsa-dispatch``. An error of this library, or of a path that was given, ends with its message
+    and exit status 2."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
     except DSADispatchError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {type(error).__name__}:", end=" ")
-        print(error, file=sys.stderr)  # noqa: T201 # the message is plain text: rich would read brackets as markup
-        raise SystemExit(2) from None
+        _end(type(error).__name__, str(error))
+    except OSError as error:
+        # A failed load of a library names no file: its traceback is what tells.
+        if error.filename is None:
+            raise
+        _end(type(error).__name__, f"{os.fsdecode(error.filename)}: {error.strerror}")
+
+
+def _end(kind: str, message: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {kind}:", end=" ")
+    print(message, file=sys.stderr)  # noqa: T201 # the message is plain text: rich would read brackets as markup
+    raise SystemExit(2) from None

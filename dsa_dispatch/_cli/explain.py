@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
+import torch
 import typer
 
-from dsa_dispatch._call import CallSpec, DeviceInfo
+from dsa_dispatch._call import DeviceInfo
 from dsa_dispatch._cli.output import Format, emit
+from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._operations.public import explain as explain_call
 from dsa_dispatch._policy.config import DSAConfig
-from dsa_dispatch._run_config import load_preset
+from dsa_dispatch._policy.values import nearest
+from dsa_dispatch._run_config import ModelShape, load_preset
+from dsa_dispatch._run_config.shape import ATTENTION, TOPK, TOPK_WITH_LOSS
 from dsa_dispatch._stages import OPERATION_GROUPS
 from dsa_dispatch.errors import ConfigError
+
+WHOLE: Final = "run_fused_dsa_attention"
 
 
 def explain(
@@ -30,7 +38,9 @@ def explain(
     training: Annotated[
         bool, typer.Option(help="With gradients, so that backward stages are decided too.")
     ] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda, which must be here. Default: cpu, or what is described.")
+    ] = None,
     compute_capability: Annotated[
         str | None, typer.Option(help="Such as 9.0: describe a CUDA device that need not be here.")
     ] = None,
@@ -42,12 +52,32 @@ def explain(
 ) -> None:
     """Explain a decision without running it. Exit status 1 when nobody would serve the call."""
     config = DSAConfig(dsa_kernel_backend=backend, dsa_kernel_fallback=fallback)
-    call = _call(operation, model, rows, keys, batch, tp, dtype, training)
-    call = dataclasses.replace(
-        call, device="cuda" if compute_capability else device, deterministic=deterministic
+    kind, info = _device(device, compute_capability)
+    shape = load_preset(model).model
+    if operation not in OPERATION_GROUPS:
+        raise ConfigError(
+            f"unknown operation {operation!r}; known: {', '.join(OPERATION_GROUPS)}."
+            f"{nearest(operation, OPERATION_GROUPS)}"
+        )
+    calls = [
+        dataclasses.replace(
+            shape.call(
+                part,
+                rows=rows,
+                keys=keys,
+                batch=batch,
+                tensor_parallel=tp,
+                training=training,
+                dtype=dtype,
+                device=kind,
+            ),
+            deterministic=deterministic,
+        )
+        for part in _parts(operation, shape)
+    ]
+    decision = _joined(
+        operation, [explain_call(call.operation, config, call=call, device=info) for call in calls]
     )
-    info = _described(compute_capability) if compute_capability else None
-    decision = explain_call(operation, config, call=call, device=info)
     form = {
         Format.text: decision.to_text,
         Format.markdown: decision.to_markdown,
@@ -58,33 +88,53 @@ def explain(
         raise typer.Exit(1)
 
 
-def _call(
-    operation: str, model: str, rows: int, keys: int | None, batch: int, tp: int, dtype: str, training: bool
-) -> CallSpec:
-    shape = load_preset(model).model
-    if operation not in OPERATION_GROUPS:
-        raise ConfigError(f"unknown operation {operation!r}; known: {', '.join(OPERATION_GROUPS)}")
-    whole = "run_fused_dsa_attention"
-    if operation != whole:
-        return shape.call(
-            operation, rows=rows, keys=keys, batch=batch, tensor_parallel=tp, training=training, dtype=dtype
-        )
-    parts = [
-        shape.call(
-            name, rows=rows, keys=keys, batch=batch, tensor_parallel=tp, training=training, dtype=dtype
-        )
-        for name in ("run_fused_qk_topk_with_loss", "run_fused_absorbed_sparse_attention")
-    ]
-    return dataclasses.replace(
-        parts[0], operation=whole, needs_grad=parts[0].needs_grad | parts[1].needs_grad
+def _parts(operation: str, shape: ModelShape) -> tuple[str, ...]:
+    """What a layer of this model calls for an operation: a whole attention is a selection and an attention over it,
+    and the two may differ in keys and width."""
+    if operation != WHOLE:
+        return (operation,)
+    return (TOPK_WITH_LOSS if TOPK_WITH_LOSS in shape.operations else TOPK, ATTENTION)
+
+
+def _joined(operation: str, decisions: Sequence[Decision]) -> Decision:
+    first, last = decisions[0], decisions[-1]
+    call = dataclasses.replace(
+        first.call,
+        operation=operation,
+        keys=last.call.keys,
+        width=last.call.width,
+        needs_grad=first.call.needs_grad | last.call.needs_grad,
     )
+    stages = tuple(stage for decision in decisions for stage in decision.stages)
+    return dataclasses.replace(first, call=call, stages=stages)
+
+
+def _device(name: str | None, compute_capability: str | None) -> tuple[str, DeviceInfo | None]:
+    """The type of the device to decide for, and its description where it need not be here."""
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(
+            f"--device: got {name!r}, supports cpu and cuda. Describe another CUDA device with --compute-capability"
+        )
+    if compute_capability is not None:
+        if name == "cpu":
+            raise ConfigError(
+                f"--device cpu contradicts --compute-capability {compute_capability}, which describes a CUDA device. "
+                f"Leave one of them out"
+            )
+        return "cuda", _described(compute_capability)
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device cuda: torch {torch.__version__} sees no CUDA device here. Describe one instead: "
+            f"--compute-capability 9.0"
+        )
+    return name or "cpu", None
 
 
 def _described(text: str) -> DeviceInfo:
-    major, separator, minor = text.partition(".")
-    if not (separator and major.isdecimal() and minor.isdecimal()):
+    if not re.fullmatch(r"[0-9]{1,2}\.[0-9]", text):
         raise ConfigError(f"--compute-capability: got {text!r}, expected major.minor such as 9.0")
-    capability = (int(major), int(minor))
+    major, minor = map(int, text.split("."))
+    capability = (major, minor)
     return DeviceInfo(
         type="cuda",
         name=f"CUDA device {text}",

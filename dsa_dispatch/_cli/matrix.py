@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dsa_dispatch._cli.output import Format, emit
+from dsa_dispatch._cli.output import Format, emit, holds
 from dsa_dispatch._dispatch.matrix import capability_matrix
 
 PAGE = """# Capabilities
@@ -31,7 +31,7 @@ def matrix(
     """Show the capability matrix."""
     table = capability_matrix()
     if check is not None:
-        if check.read_text(encoding="utf-8") != PAGE + table.to_markdown():
+        if not holds(check, PAGE + table.to_markdown()):
             typer.echo(f"{check} is stale: run `make docs`", err=True)
             raise typer.Exit(1)
         typer.echo(f"{check} is up to date")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,11 @@ import typer
 from dsa_dispatch._call import DeviceInfo
 from dsa_dispatch._capability import Requirement
 from dsa_dispatch._cli.matrix import PAGE
+from dsa_dispatch._cli.output import holds
 from dsa_dispatch._dispatch.matrix import CapabilityMatrix, MatrixRow, capability_matrix
 from dsa_dispatch._registry.registry import Registered
 from dsa_dispatch._runtime import current
+from dsa_dispatch.errors import ConfigError
 from dsa_dispatch.testing.cases import declined_calls
 from dsa_dispatch.testing.conformance import OWN_DISTRIBUTION
 
@@ -77,8 +80,14 @@ def write_pages(
     ] = False,
 ) -> None:
     """Write the capability page and one page per backend."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{str(folder)!r} is no folder. Give the documentation folder of a checkout, or make it"
+        )
     made = pages()
-    stale = [name for name, text in made.items() if _read(folder / name) != text]
+    stale = [
+        name for name, text in made.items() if not ((folder / name).exists() and holds(folder / name, text))
+    ]
     obsolete = sorted(
         str(path.relative_to(folder))
         for path in (folder / "backends").glob("*.md")
@@ -91,14 +100,19 @@ def write_pages(
             raise typer.Exit(1)
         typer.echo(f"{len(made)} pages are up to date")
         return
-    for name in stale:
+    try:
+        _write(folder, {name: made[name] for name in stale}, obsolete)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename!r} cannot be written: {error.strerror}. Give another folder"
+        ) from error
+
+
+def _write(folder: Path, stale: Mapping[str, str], obsolete: Sequence[str]) -> None:
+    for name, text in stale.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(made[name], encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
         typer.echo(f"wrote {folder / name}")
     for name in obsolete:
         (folder / name).unlink()
         typer.echo(f"removed {folder / name}")
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None

@@ -13,12 +13,14 @@ import torch
 from rich.console import Console
 
 import dsa_dispatch as dsa
+from dsa_dispatch._dispatch.table import policy_of
 from dsa_dispatch._quickstart import report as reports
 from dsa_dispatch._quickstart.generate import choose_prompt, generate
 from dsa_dispatch._quickstart.report import RunReport, StageRun
 from dsa_dispatch._quickstart.text import load_corpus
 from dsa_dispatch._quickstart.train import build_model, held_out_loss, mean_loss, tokens_per_second, train
 from dsa_dispatch._run_config import RunConfig, TrainingRecipe
+from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import STAGES
 from dsa_dispatch.errors import ConfigError
 
@@ -42,14 +44,15 @@ def run(
     ``text``: a file; None takes the sources of Python's standard library on this machine. ``device``: ``"cpu"`` or a
     CUDA device. ``steps``, ``backend`` and ``fallback`` override the configuration. ``json``: write the report to
     standard output as one JSON document; ``console`` then shows the progress only, on standard error by default.
-    Raises ``ConfigError`` for a configuration without a training section, a device that is not there, or a text too
-    short; the library's own errors pass through.
+    Raises ``ConfigError`` for a configuration without a training section, a device that is not there, an unknown
+    backend, a setting that cannot be meant, or a text too short; the library's own errors pass through.
     """
     begin = time.perf_counter()
     console = Console(stderr=json) if console is None else console
     recipe = _recipe(config, steps)
     where = _device(device)
     kernels = dsa.DSAConfig(**_kernel_settings(config, backend, fallback))
+    policy_of(current(), kernels.text)  # names nobody registered are refused before the text is read
     before = dsa.stats()
     with _threads(recipe.threads):
         corpus = load_corpus(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dsa_dispatch._call import CallSpec
+from dsa_dispatch._policy.values import nearest
 from dsa_dispatch.errors import ConfigError
 from dsa_dispatch.index_sharing import IndexShareSchedule
 
@@ -19,6 +20,7 @@ NotNegative = Annotated[int, Field(ge=0, strict=True)]
 TOPK: Final = "run_fused_qk_topk"
 TOPK_WITH_LOSS: Final = "run_fused_qk_topk_with_loss"
 ATTENTION: Final = "run_fused_absorbed_sparse_attention"
+DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _GRADIENTS: Final = {
     TOPK: frozenset[str](),
     TOPK_WITH_LOSS: frozenset({"q", "k", "weights"}),
@@ -179,7 +181,8 @@ class ModelShape(BaseModel):
         """What one layer asks of ``operation``, for ``explain``.
 
         ``rows`` and ``keys`` (default ``rows``) are per batch item. With ``training`` the inputs that an optimiser
-        reaches need gradients. Raises ``ConfigError`` for an operation that this model does not call.
+        reaches need gradients. Raises ``ConfigError`` for an operation that this model does not call, an unknown
+        dtype, and ranks that do not divide the heads.
         """
         if operation not in self.operations:
             raise ConfigError(
@@ -190,6 +193,8 @@ class ModelShape(BaseModel):
                     else ""
                 )
             )
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype: got {dtype!r}, supports {', '.join(DTYPES)}.{nearest(dtype, DTYPES)}")
         keys = rows if keys is None else keys
         pooled = self.index_kpool > 1 and operation == TOPK
         return CallSpec(
