@@ -11,7 +11,6 @@ from typing import Annotated, Final
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
@@ -98,7 +97,7 @@ def check(
             "worst",
             "error",
             "limit",
-            "",
+            Column("", no_wrap=True),
         )
         for result in results:
             table.add_row(
@@ -109,8 +108,16 @@ def check(
                 result.worst,
                 "-" if result.error is None else f"{result.error:.1e}",
                 f"{result.limit:.0e}",
-                "[green]ok[/]" if result.passed else f"[red]WRONG[/] {escape(result.note)}",
+                "[green]ok[/]" if result.passed else "[red]WRONG[/]",
             )
         console.print(table)
+        # Below the table: a long reason in a cell leaves the other columns no room.
+        for result in results:
+            if result.note:
+                console.print(
+                    f"{result.backend} {result.stage} on {result.device} in {result.dtype}: {result.note}",
+                    markup=False,
+                    soft_wrap=True,
+                )
     if not all(result.passed for result in results):
         raise typer.Exit(1)

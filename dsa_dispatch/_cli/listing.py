@@ -20,7 +20,8 @@ def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable."
     """List backends and presets."""
     backends = list_backends()
     if json_:
-        data = {"backends": [dataclasses.asdict(info) for info in backends], "presets": preset_names()}
+        entries = [{**dataclasses.asdict(info), "installed": info.installed} for info in backends]
+        data = {"backends": entries, "presets": preset_names()}
         emit(json.dumps(data, indent=2))
         return
     table = Table(

@@ -80,10 +80,8 @@ def write_pages(
     ] = False,
 ) -> None:
     """Write the capability page and one page per backend."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{str(folder)!r} is no folder. Give the documentation folder of a checkout, or make it"
-        )
+    if not folder.is_dir() and (check or folder.exists()):
+        raise ConfigError(f"{str(folder)!r} is no folder. Give the documentation folder of a checkout")
     made = pages()
     stale = [
         name for name, text in made.items() if not ((folder / name).exists() and holds(folder / name, text))

@@ -1,0 +1,135 @@
+"""``matrix``, ``list``, ``doctor``, ``fingerprint`` and ``check``: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cli.command import invoke, status
+from conformance import faults
+
+import dsa_dispatch as dsa
+from dsa_dispatch._cli.matrix import PAGE
+from dsa_dispatch.testing import FakeBackend, isolated_registry
+
+
+def test_matrix_as_text_says_how_each_backend_stands_here(registry):
+    done = invoke("matrix")
+    assert done.exit_code == 0
+    header, *rows = done.stdout.splitlines()
+    assert header.split()[:3] == ["backend", "stage", "devices"]
+    assert header.endswith("here")
+    assert any(row.startswith("torch_dense") and row.endswith("ready") for row in rows)
+
+
+def test_matrix_as_markdown_is_the_page(registry):
+    assert invoke("matrix", "--format", "markdown").stdout == PAGE + dsa.capability_matrix().to_markdown()
+
+
+def test_matrix_as_json_has_a_row_per_backend_and_stage(registry):
+    rows = json.loads(invoke("matrix", "--format", "json").stdout)
+    expected = {(info.name, stage) for info in dsa.list_backends() for stage in info.stages}
+    assert {(row["backend"], row["stage"]) for row in rows} == expected
+
+
+def test_matrix_check_tells_a_right_page_from_a_stale_one(registry, tmp_path):
+    page = tmp_path / "capabilities.md"
+    assert invoke("matrix", "--format", "markdown", "--output", page).exit_code == 0
+    right = invoke("matrix", "--check", page)
+    assert (right.exit_code, right.stdout) == (0, f"{page} is up to date\n")
+    for damaged in (page.read_bytes() + b"more", b"\xff"):
+        page.write_bytes(damaged)
+        stale = invoke("matrix", "--check", page)
+        assert (stale.exit_code, stale.stderr) == (1, f"{page} is stale: run `make docs`\n")
+
+
+def test_list_shows_who_is_registered_and_what_is_missing():
+    missing = FakeBackend("elsewhere", packages=[dsa.Requirement("nobody-has-this", ">=2")]).spec
+    with isolated_registry(missing, installed=True):
+        shown = invoke("list")
+        document = json.loads(invoke("list", "--json").stdout)
+    assert shown.exit_code == 0
+    assert "torch_dense" in shown.stdout
+    assert "presets: " in shown.stdout
+    entries = {entry["name"]: entry for entry in document["backends"]}
+    assert entries["torch_dense"]["installed"] is True
+    assert entries["elsewhere"]["installed"] is False
+    assert "nobody-has-this" in entries["elsewhere"]["missing"][0]
+    assert "quickstart" in document["presets"]
+
+
+def test_doctor_tests_every_stage_and_names_the_environment():
+    with isolated_registry(FakeBackend("fake", ["attention_forward"], self_test=True).spec, installed=True):
+        done = invoke("doctor")
+    assert done.exit_code == 0
+    assert "Import and self-test" in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if " fake " in line and " cpu " in line]
+    assert "ready" in row
+    assert "DSA_KERNEL_BACKEND" in done.stdout
+
+
+def test_doctor_shows_the_traceback_of_a_failure_unless_told_not_to():
+    def fails(**_):
+        raise RuntimeError("no such kernel image")
+
+    spec = FakeBackend(
+        "broken", ["attention_forward"], replace={"attention_forward": fails}, self_test=True
+    ).spec
+    with isolated_registry(spec):
+        shown, without = invoke("doctor"), invoke("doctor", "--no-tracebacks")
+    assert "SELF_TEST_FAILED" in shown.stdout
+    assert "Traceback (most recent call last)" in shown.stdout
+    assert "Traceback (most recent call last)" not in without.stdout
+
+
+def test_doctor_refuses_a_variable_that_nothing_reads(monkeypatch, capsys, registry):
+    monkeypatch.setenv("DSA_KERNEL_BACKED", "torch_dense")
+    assert status(monkeypatch, "doctor") == 2
+    assert "Did you mean 'DSA_KERNEL_BACKEND'?" in capsys.readouterr().err
+
+
+def test_fingerprint_depends_on_the_registry_and_shows_settings_with_their_source(monkeypatch, registry):
+    monkeypatch.setenv("DSA_KERNEL_FALLBACK", "error")
+    first = json.loads(invoke("fingerprint", "--json").stdout)
+    assert first["torch"] == torch.__version__
+    assert first["settings"]["dsa_kernel_fallback"] == ["error", "environment"]
+    shown = invoke("fingerprint")
+    assert f"registry: {first['registry']}" in shown.stdout
+    assert "dsa_kernel_fallback = error (from environment)" in shown.stdout
+    dsa.register_backend(FakeBackend("another").spec)
+    assert json.loads(invoke("fingerprint", "--json").stdout)["registry"] != first["registry"]
+
+
+def test_check_compares_every_stage_of_the_backend_that_is_named(registry):
+    done = invoke("check", "torch_dense", "--json")
+    assert done.exit_code == 0
+    results = json.loads(done.stdout)
+    (info,) = [info for info in dsa.list_backends() if info.name == "torch_dense"]
+    assert {result["stage"] for result in results} == set(info.stages)
+    assert {result["backend"] for result in results} == {"torch_dense"}
+    assert all(result["passed"] and result["error"] <= result["limit"] for result in results)
+
+
+def test_check_ends_with_1_when_a_backend_is_wrong():
+    replace = {"attention_forward": faults.forward("ignores topk_length")}
+    wrong = FakeBackend("wrong", ["attention_forward"], replace=replace)
+    with isolated_registry(wrong.spec, installed=True):
+        table, document = invoke("check", "wrong"), invoke("check", "wrong", "--json")
+    assert (table.exit_code, document.exit_code) == (1, 1)
+    assert table.stdout.count("WRONG") == len(json.loads(document.stdout))
+    for result in json.loads(document.stdout):
+        assert result["note"] in table.stdout
+    assert not any(result["passed"] for result in json.loads(document.stdout))
+
+
+@pytest.mark.parametrize(
+    "command", [["check"], ["conformance"], ["explain", "run_fused_qk_topk", "--backend"]]
+)
+def test_an_unknown_backend_ends_with_2_and_the_known_names(monkeypatch, capsys, registry, command):
+    assert status(monkeypatch, *command, "nosuch") == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("error: UnknownBackendError: ")
+    assert "unknown backend 'nosuch'" in output.err
+    assert "torch_dense" in output.err
+    assert output.out == ""
