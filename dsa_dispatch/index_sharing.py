@@ -7,6 +7,7 @@ micro-batches in flight at once cannot mix.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -68,7 +69,7 @@ class IndexShareSchedule:
         words = [entry for entry in entries if isinstance(entry, str)]
         return cls(
             layers,
-            _full_layers(words, layers) if words else tuple(e for e in entries if isinstance(e, int)),
+            _full_layers(words, layers) if words else tuple(_layer_number(entry) for entry in entries),
             tuple(range(layers)) if sparse is None else tuple(sparse),
             mtp_depths,
             mtp_indices,
@@ -230,3 +231,14 @@ def _full_layers(types: Sequence[str], layers: int) -> tuple[int, ...]:
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers) or "none"
+
+
+def _layer_number(entry: object) -> int:
+    """A layer number of any integer type; what is none would otherwise be a layer that silently does not select."""
+    try:
+        return operator.index(entry)  # type: ignore[arg-type]  # what has no index raises, and is named
+    except TypeError:
+        raise ConfigError(
+            f"computing layers: got {entry!r} ({type(entry).__name__}), expected layer numbers, or one of 'full' and "
+            f"'shared' per layer"
+        ) from None

@@ -80,7 +80,7 @@ def check(
     backend: Annotated[str | None, typer.Argument(help="Only this backend.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Compare every available backend with fp64 formulas. Exit status 1 when one is wrong."""
+    """Compare every available backend with fp64 formulas. Exit status 1 when one is wrong or cannot be checked."""
     known = current().snapshot.backends
     if backend is not None and backend not in known:
         raise UnknownBackendError(
@@ -119,5 +119,11 @@ def check(
                     markup=False,
                     soft_wrap=True,
                 )
+    if backend is not None and not results:
+        for stage in known[backend].spec.stages:
+            missing = installation_declines(known[backend].spec, stage)
+            why = "; ".join(str(decline) for decline in missing) or "no device here that it declares"
+            console.print(f"{backend} {stage} not checked: {why}", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
     if not all(result.passed for result in results):
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import dsa_dispatch as dsa
 from dsa_dispatch._dispatch.table import policy_of
+from dsa_dispatch._policy.config import config_from_mapping
 from dsa_dispatch._quickstart import report as reports
 from dsa_dispatch._quickstart.generate import choose_prompt, generate
 from dsa_dispatch._quickstart.report import RunReport, StageRun
@@ -51,7 +52,7 @@ def run(
     console = Console(stderr=json) if console is None else console
     recipe = _recipe(config, steps)
     where = _device(device)
-    kernels = dsa.DSAConfig(**_kernel_settings(config, backend, fallback))
+    kernels = config_from_mapping(_kernel_settings(config, backend, fallback), "kernels section")
     policy_of(current(), kernels.text)  # names nobody registered are refused before the text is read
     before = dsa.stats()
     with _threads(recipe.threads):

@@ -80,6 +80,11 @@ class AbsorbedSparseAttention(nn.Module):
         above 0. Raises ``InvalidInputError`` when there is neither a selection nor what one is made from.
         """
         query, key = self.key_up(query_nope), latent
+        if (query_rope is None) != (key_rope is None):
+            missing = "query_rope" if query_rope is None else "key_rope"
+            raise InvalidInputError(
+                f"AbsorbedSparseAttention: {missing} is None and the other is not: give both rotated parts or neither"
+            )
         if query_rope is not None and key_rope is not None:
             query, key = torch.cat([query, query_rope], dim=-1), torch.cat([key, key_rope], dim=-1)
         key = key.unsqueeze(2)

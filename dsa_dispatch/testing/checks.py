@@ -14,7 +14,7 @@ from torch import Tensor
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.check import INDEXED_STAGES
 from dsa_dispatch.testing.guards import GuardedAllocations
-from dsa_dispatch.testing.judge import ConformanceError, compare, same
+from dsa_dispatch.testing.judge import ConformanceError, bits, compare, same, unchanged
 from dsa_dispatch.testing.operands import ACCUMULATORS, Ids, Operands, Subject, exact_results, make
 from dsa_dispatch.testing.sizes import Sizes, widths
 from dsa_dispatch.testing.slots import (
@@ -104,25 +104,23 @@ def unmodified(subject: Subject) -> None:
     handed = {name: tensor for name, tensor in operands.given.items() if tensor is not None}
     copies = {name: tensor.clone() for name, tensor in handed.items()}
     run_stage(subject, operands)
-    changed = [name for name, tensor in handed.items() if not torch.equal(_bits(tensor), _bits(copies[name]))]
+    changed = [name for name, tensor in handed.items() if not torch.equal(bits(tensor), bits(copies[name]))]
     if changed:
         raise ConformanceError(f"inputs are not modified: it changed {', '.join(changed)}")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.is_floating_point() else tensor
 
 
 def repeatable(subject: Subject) -> None:
     """The same call again, with a call on NaN and one of other lengths in between."""
     claim = "results do not depend on earlier calls"
     first = run_stage(subject, make(subject))
+    sums = ACCUMULATORS.get(subject.stage, {})
+    kept = {name: tensor.clone() for name, tensor in first.items() if name not in sums}
     other = make(subject, seed=5, amplify=torch.nan)
     run_stage(subject, other)
     sizes = subject.sizes
     run_stage(subject, make(subject, sizes=dataclasses.replace(sizes, rows=1), seed=6))
+    unchanged(claim, first, kept)
     second = run_stage(subject, make(subject))
-    sums = ACCUMULATORS.get(subject.stage, {})
     same(claim, {name: tensor for name, tensor in first.items() if name not in sums}, second)
     wanted = {name: tensor for name, tensor in first.items() if name in sums}
     compare(claim, second, wanted, subject.dtype)

@@ -115,3 +115,17 @@ def same(claim: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
 
 def _few(values: list[int]) -> str:
     return ", ".join(map(str, values[:5])) + (", …" if len(values) > 5 else "")
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """What ``torch.equal`` compares bit for bit, NaN included."""
+    return tensor.contiguous().view(torch.uint8) if tensor.is_floating_point() else tensor
+
+
+def unchanged(claim: str, results: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+    """A result is the caller's own: a buffer that is returned every time would change under the caller's hands."""
+    changed = [name for name, copy in copies.items() if not torch.equal(bits(results[name]), bits(copy))]
+    if changed:
+        raise ConformanceError(
+            f"{claim}: {', '.join(changed)} of an earlier call changed in a later one; return a new tensor each time"
+        )

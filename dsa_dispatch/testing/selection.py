@@ -11,7 +11,7 @@ from torch import Tensor
 from dsa_dispatch.testing import formulas
 from dsa_dispatch.testing.checks import common_checks
 from dsa_dispatch.testing.guards import GuardedAllocations
-from dsa_dispatch.testing.judge import ConformanceError
+from dsa_dispatch.testing.judge import ConformanceError, unchanged
 from dsa_dispatch.testing.operands import Operands, Subject, make
 from dsa_dispatch.testing.sizes import Sizes
 
@@ -250,7 +250,9 @@ def chunks(subject: Subject) -> None:
 
 def repeated(subject: Subject) -> None:
     first = make(subject, sizes=_more_keys(subject)).call(subject.function)
+    kept = {name: tensor.clone() for name, tensor in first.items()}
     make(subject, sizes=_more_keys(subject), seed=4, amplify=torch.nan).call(subject.function)
+    unchanged("results do not depend on earlier calls", first, kept)
     second = make(subject, sizes=_more_keys(subject)).call(subject.function)
     for row, (one, other) in enumerate(
         zip(first["indices"].tolist(), second["indices"].tolist(), strict=True)

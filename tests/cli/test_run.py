@@ -72,3 +72,13 @@ def test_what_cannot_be_is_refused_before_a_text_is_read(
     output = capsys.readouterr()
     assert part in output.err
     assert output.out == ""
+
+
+def test_a_misspelt_key_of_the_kernels_section_is_named(files, monkeypatch, capsys, registry, tmp_path):
+    written = yaml.safe_load(files[0].read_text()) | {"kernels": {"dsa_kernel_backnd": "triton"}}
+    config = tmp_path / "misspelt.yaml"
+    config.write_text(yaml.safe_dump(written))
+    assert status(monkeypatch, "run", config) == 2
+    output = capsys.readouterr().err
+    assert "kernels section: unknown key 'dsa_kernel_backnd'" in output
+    assert "Did you mean 'dsa_kernel_backend'?" in output

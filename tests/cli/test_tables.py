@@ -133,3 +133,13 @@ def test_an_unknown_backend_ends_with_2_and_the_known_names(monkeypatch, capsys,
     assert "unknown backend 'nosuch'" in output.err
     assert "torch_dense" in output.err
     assert output.out == ""
+
+
+def test_a_named_backend_that_cannot_be_checked_is_no_success():
+    absent = FakeBackend(
+        "absent", ["attention_forward"], packages=(dsa.Requirement("no-such", "no_such_module"),)
+    )
+    with isolated_registry(absent.spec, installed=True):
+        result = invoke("check", "absent")
+    assert result.exit_code == 1
+    assert "absent attention_forward not checked: NOT_INSTALLED package no-such" in result.output

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from conformance import faults
 
+from dsa_backends.torch_dense.spec import SPEC
 from dsa_dispatch import Heads, IndexWidth
+from dsa_dispatch._registry.availability import resolve_reference
 from dsa_dispatch.testing import ConformanceError, FakeBackend, conformance_checks, isolated_registry
 
 HEADS = Heads(values=frozenset({3, 16, 32}))
@@ -120,4 +122,24 @@ def test_a_capability_that_declares_a_width_its_kernel_lacks_is_found():
         with pytest.raises(
             ConformanceError, match="width 64 is declared, but the call raised AssertionError"
         ):
+            check.run()
+
+
+@pytest.mark.parametrize("stage", ["attention_forward", "indexer_topk"])
+def test_a_buffer_returned_every_time_is_found(stage):
+    right = resolve_reference(SPEC.stages[stage].function)
+    buffers = {}
+
+    def static(*args, **kwargs):
+        results = right(*args, **kwargs)
+        for index, result in enumerate(results):
+            buffers.setdefault((index, tuple(result.shape), result.dtype), result).copy_(result)
+        return tuple(
+            buffers[index, tuple(result.shape), result.dtype] for index, result in enumerate(results)
+        )
+
+    fake = FakeBackend("candidate", [stage], replace={stage: static})
+    with isolated_registry(fake.spec, installed=True):
+        (check,) = [check for check in conformance_checks("candidate") if check.name == "earlier calls"]
+        with pytest.raises(ConformanceError, match="of an earlier call changed in a later one"):
             check.run()

@@ -160,3 +160,9 @@ def test_micro_batches_in_flight_at_once_never_mix(policy):
         model.total(x, selections).backward()
     for (name, got), expected in zip(model.gradients().items(), wanted.gradients().values(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("entry", [2.0, None])
+def test_a_layer_that_is_no_number_is_refused_and_never_dropped(entry):
+    with pytest.raises(ConfigError, match="computing layers: got"):
+        IndexShareSchedule.explicit(4, [0, entry])
