@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from dsa_dispatch._capability import Capability, Requirement
+from dsa_dispatch._capability import Capability, Requirement, value_errors, version_errors
 from dsa_dispatch._stages import STAGES, Stage
+from dsa_dispatch._typed import type_errors
 from dsa_dispatch.errors import PluginError
 
 API_VERSION: Final = 1
@@ -62,6 +63,8 @@ class BackendSpec:
                     f"backend {self.name!r}, stage {stage}: expected StageSpec(Capability(...), 'module:function'), "
                     f"got {type(spec).__name__}"
                 )
+        self._reject_ill_typed()
+        for stage, spec in self.stages.items():
             module, separator, function = spec.function.partition(":")
             if not (module and separator and function):
                 raise PluginError(
@@ -69,3 +72,20 @@ class BackendSpec:
                     f"got {spec.function!r}"
                 )
         object.__setattr__(self, "stages", MappingProxyType(dict(self.stages)))
+
+    def _reject_ill_typed(self) -> None:
+        name = f"backend {self.name!r}"
+        errors = list(type_errors(self, name))
+        for stage, spec in self.stages.items():
+            errors += type_errors(spec, f"{name}, stage {stage}")
+        if not errors:
+            for stage, spec in self.stages.items():
+                errors += value_errors(spec.capability, f"{name}, stage {stage}")
+            errors += [text for package in self.packages for text in version_errors(package, name)]
+        if errors:
+            raise PluginError("; ".join(errors))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be pickled, and specs travel to worker processes.
+        values = [getattr(self, entry.name) for entry in fields(self)]
+        return type(self), tuple(dict(value) if isinstance(value, Mapping) else value for value in values)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from dsa_dispatch._call import Bounds, CallSpec, ContextParallel, Layout
 from dsa_dispatch._decline import Decline
@@ -209,3 +211,21 @@ class Capability:
     extra_check: Callable[[CallSpec], Decline | None] | None = None
     """A pure rule that the fields above cannot say. Its presence makes the plan cache key on exact sizes."""
     scratch: Callable[[CallSpec], Scratch] = field(default=no_scratch)
+
+
+def value_errors(capability: Capability, where: str) -> Iterator[str]:
+    """What the types cannot say: steps below one, and version ranges that are none."""
+    for name in ("heads", "kv_heads", "channels", "width"):
+        rule = getattr(capability, name)
+        for number in ("multiple_of", "minimum"):
+            if getattr(rule, number, 1) < 1:
+                yield f"{where}, field {name}, field {number}: got {getattr(rule, number)}, expected at least 1"
+    for package in capability.packages:
+        yield from version_errors(package, where)
+
+
+def version_errors(package: Requirement, where: str) -> Iterator[str]:
+    try:
+        SpecifierSet(package.versions)
+    except InvalidSpecifier:
+        yield f"{where}, package {package.distribution}: got version range {package.versions!r}, such as '>=1.2,<2'"

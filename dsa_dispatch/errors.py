@@ -43,13 +43,24 @@ class NoBackendError(DSADispatchError, RuntimeError):
         super().__init__(message)
         self.decision = decision
 
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[str, Decision]]:
+        # Or the reason would be lost on its way out of a worker process.
+        return type(self), (str(self), self.decision)
+
 
 class BackendDeclined(DSADispatchError):
     """Raised by a backend, before any side effect, for what its capability cannot say; dispatch moves on."""
 
     def __init__(self, decline: Decline) -> None:
+        if not hasattr(decline, "code"):
+            raise TypeError(
+                f"BackendDeclined takes a Decline(code, field, got, supported, hint), got {type(decline).__name__}"
+            )
         super().__init__(str(decline))
         self.decline = decline
+
+    def __reduce__(self) -> tuple[type[BackendDeclined], tuple[Decline]]:
+        return type(self), (self.decline,)
 
 
 class PluginError(DSADispatchError):

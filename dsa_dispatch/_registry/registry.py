@@ -121,7 +121,6 @@ def with_backend(snapshot: Snapshot, spec: BackendSpec, origin: str) -> Snapshot
     for family in spec.families:
         if not family.isidentifier() or family in SPECIAL:
             raise PluginError(f"backend {spec.name!r} of {origin}: {family!r} cannot name a family")
-    _require_frozen(spec, origin)
     known = snapshot.backends.get(spec.name)
     if known is not None:
         raise PluginError(
@@ -129,20 +128,6 @@ def with_backend(snapshot: Snapshot, spec: BackendSpec, origin: str) -> Snapshot
             f"unregister_backend({spec.name!r}) first"
         )
     return _with_backends(snapshot, {**snapshot.backends, spec.name: Registered(spec, origin)})
-
-
-def _require_frozen(spec: BackendSpec, origin: str) -> None:
-    """Capabilities are keys of plans: a list or a set in one would fail in the middle of somebody's training."""
-    for stage, provided in spec.stages.items():
-        for entry in fields(provided.capability):
-            value = getattr(provided.capability, entry.name)
-            try:
-                hash(value)
-            except TypeError:
-                raise PluginError(
-                    f"backend {spec.name!r} of {origin}, stage {stage}: capability field {entry.name} is not frozen "
-                    f"data: got {value!r}; use a tuple or a frozenset"
-                ) from None
 
 
 def without_backend(snapshot: Snapshot, name: str) -> Snapshot:

@@ -45,7 +45,9 @@ def test_matrix_check_tells_a_right_page_from_a_stale_one(registry, tmp_path):
 
 
 def test_list_shows_who_is_registered_and_what_is_missing():
-    missing = FakeBackend("elsewhere", packages=[dsa.Requirement("nobody-has-this", ">=2")]).spec
+    missing = FakeBackend(
+        "elsewhere", packages=(dsa.Requirement("nobody-has-this", "nobody_has_this", ">=2"),)
+    ).spec
     with isolated_registry(missing, installed=True):
         shown = invoke("list")
         document = json.loads(invoke("list", "--json").stdout)

@@ -54,7 +54,7 @@ BROKEN = {
     "not-frozen": (
         HEAD
         % "spec(__name__, stages={'attention_forward': StageSpec(Capability(dtypes={'float32'}), 'a:b')})",
-        "capability field dtypes is not frozen data",
+        "field dtypes: got {'float32'}",
     ),
     "not-a-capability": (
         HEAD % "spec(__name__, stages={'attention_forward': StageSpec({'dtypes': 'any'}, 'a:b')})",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -32,7 +33,7 @@ from dsa_dispatch._dispatch.plugins import backend_order
 from dsa_dispatch._registry import registry as module
 from dsa_dispatch._registry.registry import Snapshot, load_plugins, with_backend
 from dsa_dispatch._runtime import Runtime, current, swapped
-from dsa_dispatch.errors import PluginError, UnknownBackendError
+from dsa_dispatch.errors import NoBackendError, PluginError, UnknownBackendError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 SPEC = FakeBackend("extra").spec
@@ -145,8 +146,8 @@ BROKEN = {
             "broken", dsa_dispatch_backends=hookimpl(lambda: [spec_with(dtypes=["bfloat16"])])
         ),
         "broken",
-        "backend",
-        "capability field dtypes is not frozen data: got ['bfloat16']",
+        "dsa_dispatch_backends",
+        "field capability, field dtypes: got ['bfloat16'], expected frozenset[str]",
     ),
 }
 
@@ -237,7 +238,7 @@ def test_a_plugin_for_another_api_is_listed_and_declined():
         ),
         (
             lambda: register_backend(spec_with(heads=Heads(values={64}))),
-            "backend 'odd' of register_backend(), stage gqa_forward: capability field heads is not frozen",
+            "backend 'odd', stage gqa_forward, field capability, field heads, field values: got {64}, expected ",
         ),
         (lambda: unregister_backend("nobody"), "no backend 'nobody'; registered: "),
     ],
@@ -517,3 +518,54 @@ def test_a_policy_plugin_sees_no_lengths_since_one_decision_serves_many():
     snapshot.plugins.register(policy(lambda call, candidates: calls.append(call)))
     backend_order(snapshot, CallSpec("run_fused_qk_topk", batch=3, rows=70, keys=900, width=64))
     assert [(call.batch, call.rows, call.keys, call.width) for call in calls] == [(1, 1, 1, 64)]
+
+
+ILL_TYPED = {
+    "field rank: got None, expected int": {"rank": None},
+    "field rank: got 'high', expected int": {"rank": "high"},
+    "field rank: got True, expected int": {"rank": True},
+    "field packages: got 'abc'": {"packages": "abc"},
+    "field families: got 'fam'": {"families": "fam"},
+    "field families: got None": {"families": None},
+    "package x: got version range '>>1'": {"packages": (Requirement("x", "x", ">>1"),)},
+}
+ILL_TYPED_CAPABILITY = {
+    "field heads: got 5": {"heads": 5},
+    "field max_rows: got '10'": {"max_rows": "10"},
+    "field heads, field multiple_of: got 0, expected at least 1": {"heads": Heads(multiple_of=0)},
+    "field extra_check: got 3": {"extra_check": 3},
+    "field scratch: got None": {"scratch": None},
+    "field devices: got 'cpu'": {"devices": "cpu"},
+}
+
+
+@pytest.mark.parametrize("text", ILL_TYPED)
+def test_an_ill_typed_backend_is_refused_when_it_is_made(text):
+    with pytest.raises(PluginError) as caught:
+        dataclasses.replace(FakeBackend("bad").spec, **ILL_TYPED[text])
+    assert "backend 'bad'" in str(caught.value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ILL_TYPED_CAPABILITY)
+def test_an_ill_typed_capability_is_refused_when_its_backend_is_made(text):
+    stages = {"gqa_forward": StageSpec(Capability(**ILL_TYPED_CAPABILITY[text]), "m:f")}
+    with pytest.raises(PluginError) as caught:
+        BackendSpec("bad", stages)
+    assert "backend 'bad', stage gqa_forward" in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_a_function_that_is_no_text_is_refused():
+    with pytest.raises(PluginError, match="stage gqa_forward, field function: got 3, expected str"):
+        BackendSpec("bad", {"gqa_forward": StageSpec(Capability(), 3)})
+
+
+def test_a_backend_and_an_error_reach_another_process():
+    spec = BackendSpec("x", {"gqa_forward": StageSpec(Capability(), "m:f")}, rank=3)
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    with isolated_registry(), pytest.raises(NoBackendError) as caught:
+        run_attention()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.decision == caught.value.decision
