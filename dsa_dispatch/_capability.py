@@ -189,7 +189,6 @@ class Capability:
     layouts: frozenset[Layout] = frozenset({"bshd"})
     bounds: frozenset[Bounds] = frozenset({"causal", "ranges"})
     context_parallel: frozenset[ContextParallel] = frozenset({"none"})
-    extras: frozenset[str] = frozenset()
     relu: frozenset[bool] = frozenset({True, False})
     losses: frozenset[str] = frozenset({"sparse", "dense"})
     index_form: IndexForm = "any"

@@ -199,15 +199,13 @@ def _tensor_parallel_hint(capability: Capability, stage: Stage, call: CallSpec) 
 
 
 def _layout_declines(capability: Capability, stage: Stage, call: CallSpec) -> Iterator[Decline]:
-    missing = call.extras - capability.extras
-    if missing:
+    if call.extras:
+        # No stage signature carries them, so no backend can be asked: it would compute without the mask.
         yield Decline(
             DeclineCode.LAYOUT,
             "inputs",
-            _listed(missing),
-            _listed(capability.extras)
-            if capability.extras
-            else "causal or ranged rows of absorbed keys only",
+            _listed(call.extras),
+            "causal or ranged rows of absorbed keys only",
         )
     if stage in INDEXED_STAGES:
         return

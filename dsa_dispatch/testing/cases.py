@@ -254,7 +254,7 @@ def declined_calls(capability: Capability, stage: Stage, device: DeviceInfo) -> 
             yield vary(f"bounds {bounds}", code.LAYOUT, bounds=bounds)
         for kind in sorted({"none", "contiguous", "zigzag"} - capability.context_parallel):
             yield vary(f"context parallel {kind}", code.CONTEXT_PARALLEL, context_parallel=kind)
-    for extra in sorted({"explicit_values", "key_positions", "mask"} - capability.extras):
+    for extra in ("explicit_values", "key_positions", "mask"):
         yield vary(f"extra {extra}", code.LAYOUT, extras=frozenset({extra}))
     yield from _declined_promises(capability, stage, base, device)
     yield from _declined_limits(capability, base, device)

@@ -179,13 +179,6 @@ CASES = {
         CPU,
         "LAYOUT inputs: got key_positions, mask, supports causal or ranged rows of absorbed keys only.",
     ),
-    "extras in part": (
-        Capability(extras=frozenset({"mask"})),
-        "attention_forward",
-        call(extras=frozenset({"mask", "key_positions"})),
-        CPU,
-        "LAYOUT inputs: got key_positions, supports mask.",
-    ),
     "packed": (
         OPEN,
         "indexer_topk",
