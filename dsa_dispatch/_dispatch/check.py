@@ -282,6 +282,15 @@ def _limit_declines(
 
 
 def _extra_decline(capability: Capability, call: CallSpec) -> Iterator[Decline]:
-    decline = capability.extra_check(call) if capability.extra_check is not None else None
-    if decline is not None:
+    if capability.extra_check is None:
+        return
+    # Somebody else's code: a rule that breaks costs its own backend the call, and nobody else's.
+    try:
+        decline = capability.extra_check(call)
+        fault = "" if decline is None or isinstance(decline, Decline) else f"returned {decline!r}"
+    except Exception as error:
+        decline, fault = None, f"{type(error).__name__}: {error}"
+    if fault:
+        yield Decline(DeclineCode.EXTRA_CHECK, "extra_check", fault, "a rule that returns a Decline or None")
+    elif decline is not None:
         yield decline

@@ -471,3 +471,15 @@ def test_what_is_legalized_is_a_call_the_kernel_takes_as_it_stands(capability, s
     assert again.width[0] == again.width[1]
     for found, given_ in (legal.heads, legal.channels, legal.width):
         assert given_ >= found
+
+
+@pytest.mark.parametrize(
+    ("rule", "got"),
+    [(lambda call: 1 / 0, "ZeroDivisionError: division by zero"), (lambda call: "no", "returned 'no'")],
+    ids=["raises", "no decline"],
+)
+def test_a_broken_rule_declines_for_its_own_backend(rule, got):
+    (found,) = declines(Capability(extra_check=rule), "attention_forward", call(), CPU)
+    assert (
+        str(found) == f"EXTRA_CHECK extra_check: got {got}, supports a rule that returns a Decline or None."
+    )
