@@ -258,8 +258,9 @@ def largest_operand(stage: Stage, call: CallSpec) -> int:
         return max(
             rows * max(call.index_heads * call.index_channels, *per_row, 0), keys * call.index_channels
         )
-    per_key = call.kv_heads * max(call.qk_channels, call.v_channels if stage in GROUPED_STAGES else 0)
-    return max(rows * max(call.heads * call.qk_channels, *per_row, 0), keys * per_key)
+    # An absorbed value is a prefix of the key; a grouped one, and with it the output, may be wider.
+    channels = max(call.qk_channels, call.v_channels if stage in GROUPED_STAGES else 0)
+    return max(rows * max(call.heads * channels, *per_row, 0), keys * call.kv_heads * channels)
 
 
 def _limit_declines(

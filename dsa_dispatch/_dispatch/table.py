@@ -118,6 +118,10 @@ def _sizes(snapshot: Snapshot, inputs: Sequence[Tensor], request: str) -> tuple[
         *lengths,
         *[bisect_left(limits, tensor.numel()) for tensor in inputs],
         bisect_left(limits, rows * batch * parse_request(request).width),
+        # The output of grouped attention, which may be wider than its query.
+        bisect_left(limits, rows * batch * inputs[0].shape[2] * inputs[2].shape[-1])
+        if len(inputs) == 4
+        else 0,
     )
 
 

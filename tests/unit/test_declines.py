@@ -483,3 +483,9 @@ def test_a_broken_rule_declines_for_its_own_backend(rule, got):
     assert (
         str(found) == f"EXTRA_CHECK extra_check: got {got}, supports a rule that returns a Decline or None."
     )
+
+
+def test_the_output_of_grouped_attention_counts_as_elements():
+    grouped = call(rows=100, keys=10, heads=8, kv_heads=1, qk_channels=8, v_channels=64)
+    (found,) = declines(Capability(max_elements=10_000), "gqa_forward", grouped, CPU)
+    assert str(found) == "LIMIT elements: got 51200, supports up to 10000."
