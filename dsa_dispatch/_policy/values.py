@@ -100,7 +100,12 @@ def parse_backend(value: object, where: str = "dsa_kernel_backend") -> BackendCh
 
 def parse_choice(value: tuple[tuple[object, ...], ...], where: str = "dsa_kernel_backend") -> BackendChoice:
     """The canonical form itself, as a ``DSAConfig`` holds it; ``dataclasses.replace`` hands it back."""
-    choice = {entry[0]: entry[1] for entry in value if len(entry) == 2 and isinstance(entry[0], str)}
+    pairs = [entry for entry in value if len(entry) == 2 and isinstance(entry[0], str)]
+    choice = {entry[0]: entry[1] for entry in pairs}
+    if len(choice) != len(value):
+        raise ConfigError(
+            f"{where}: got {shown(value)}, expected pairs of a stage (or '*') and its backend names, each stage once"
+        )
     if list(choice) == ["*"]:
         return (("*", parse_names(choice["*"], where)),)
     return parse_backend(choice, where)
