@@ -85,6 +85,10 @@ class BackendSpec:
         if errors:
             raise PluginError("; ".join(errors))
 
+    def __hash__(self) -> int:
+        # A mapping has none.
+        return hash((self.name, self.version, frozenset(self.stages.items())))
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be pickled, and specs travel to worker processes.
         values = [getattr(self, entry.name) for entry in fields(self)]

@@ -224,6 +224,8 @@ def value_errors(capability: Capability, where: str) -> Iterator[str]:
 
 
 def version_errors(package: Requirement, where: str) -> Iterator[str]:
+    if not (package.distribution.strip() and package.module.strip()):
+        yield f"{where}: got {package!r}, expected the names of a distribution and of its top-level module"
     try:
         SpecifierSet(package.versions)
     except InvalidSpecifier:

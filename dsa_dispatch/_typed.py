@@ -43,7 +43,8 @@ def _matches(value: object, annotation: Any) -> bool:
     if origin is Literal:
         return value in arguments
     if origin is collections.abc.Callable:
-        return callable(value)
+        # Plans are looked up by what they hold.
+        return callable(value) and type(value).__hash__ is not None
     if origin is frozenset:
         return isinstance(value, frozenset) and all(_matches(entry, arguments[0]) for entry in value)
     if origin is tuple:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dsa_dispatch._decline import Decline
+from dsa_dispatch._typed import type_errors
+
 if TYPE_CHECKING:
-    from dsa_dispatch._decline import Decline
     from dsa_dispatch._dispatch.decision import Decision
 
 __all__ = [
@@ -49,12 +51,19 @@ class NoBackendError(DSADispatchError, RuntimeError):
 
 
 class BackendDeclined(DSADispatchError):
-    """Raised by a backend, before any side effect, for what its capability cannot say; dispatch moves on."""
+    """Raised by a backend, before any side effect, for what its capability cannot say; dispatch moves on.
+
+    Raises ``PluginError`` when it is given anything but a well-typed ``Decline``.
+    """
 
     def __init__(self, decline: Decline) -> None:
-        if not hasattr(decline, "code"):
-            raise TypeError(
-                f"BackendDeclined takes a Decline(code, field, got, supported, hint), got {type(decline).__name__}"
+        found = (
+            "; ".join(type_errors(decline, "Decline")) if isinstance(decline, Decline) else f"got {decline!r}"
+        )
+        if found:
+            raise PluginError(
+                f"BackendDeclined takes a Decline(DeclineCode.…, field, got, supported, hint), all text but the "
+                f"code: {found}"
             )
         super().__init__(str(decline))
         self.decline = decline

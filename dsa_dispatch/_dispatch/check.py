@@ -13,6 +13,7 @@ from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._capability import Capability, Heads, IndexWidth
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._stages import BACKWARD_STAGES, Stage
+from dsa_dispatch._typed import type_errors
 
 INDEXER_STAGES: frozenset[Stage] = frozenset({"indexer_topk", "indexer_loss"})
 INDEXED_STAGES: frozenset[Stage] = frozenset(
@@ -288,7 +289,10 @@ def _extra_decline(capability: Capability, call: CallSpec) -> Iterator[Decline]:
     # Somebody else's code: a rule that breaks costs its own backend the call, and nobody else's.
     try:
         decline = capability.extra_check(call)
-        fault = "" if decline is None or isinstance(decline, Decline) else f"returned {decline!r}"
+        well_typed = decline is None or (
+            isinstance(decline, Decline) and not any(type_errors(decline, "Decline"))
+        )
+        fault = "" if well_typed else f"returned {decline!r}"
     except Exception as error:
         decline, fault = None, f"{type(error).__name__}: {error}"
     if fault:

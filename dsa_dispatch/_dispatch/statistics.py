@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 from dsa_dispatch._runtime import current
 
@@ -24,6 +25,14 @@ class Stats:
     chunking: Mapping[tuple[str, str], int]
     """(stage, ``"used"`` or ``"declined"``) to how many calls ran in several query chunks, or in one piece."""
 
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, MappingProxyType(dict(getattr(self, entry.name))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be pickled, and worker processes report their counters.
+        return type(self), tuple(dict(getattr(self, entry.name)) for entry in fields(self))
+
     def ran(self, stage: str) -> dict[str, int]:
         """Backend to number of runs of one stage."""
         counts: dict[str, int] = {}
@@ -40,16 +49,13 @@ def stats() -> Stats:
         counters = dict(runtime.counters)
 
     def triples(kind: str) -> Mapping[tuple[str, str, str], int]:
-        chosen = {(key[1], key[2], key[3]): count for key, count in counters.items() if key[0] == kind}
-        return MappingProxyType(chosen)
+        return {(key[1], key[2], key[3]): count for key, count in counters.items() if key[0] == kind}
 
     def names(kind: str) -> Mapping[str, int]:
-        return MappingProxyType({key[1]: count for key, count in counters.items() if key[0] == kind})
+        return {key[1]: count for key, count in counters.items() if key[0] == kind}
 
     chunking = {(key[1], key[2]): count for key, count in counters.items() if key[0] == "chunking"}
-    return Stats(
-        triples("run"), triples("decline"), names("decision"), names("miss"), MappingProxyType(chunking)
-    )
+    return Stats(triples("run"), triples("decline"), names("decision"), names("miss"), chunking)
 
 
 def reset_stats() -> None:

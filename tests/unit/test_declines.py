@@ -473,10 +473,17 @@ def test_what_is_legalized_is_a_call_the_kernel_takes_as_it_stands(capability, s
         assert given_ >= found
 
 
+UNCODED = Decline("LIMIT", "rows", "9", "8")
+
+
 @pytest.mark.parametrize(
     ("rule", "got"),
-    [(lambda call: 1 / 0, "ZeroDivisionError: division by zero"), (lambda call: "no", "returned 'no'")],
-    ids=["raises", "no decline"],
+    [
+        (lambda call: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda call: "no", "returned 'no'"),
+        (lambda call: UNCODED, f"returned {UNCODED!r}"),
+    ],
+    ids=["raises", "no decline", "no code"],
 )
 def test_a_broken_rule_declines_for_its_own_backend(rule, got):
     (found,) = declines(Capability(extra_check=rule), "attention_forward", call(), CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -20,6 +21,7 @@ from dsa_dispatch import (
     BackendSpec,
     CallSpec,
     Capability,
+    Decline,
     Heads,
     Requirement,
     StageSpec,
@@ -33,7 +35,7 @@ from dsa_dispatch._dispatch.plugins import backend_order
 from dsa_dispatch._registry import registry as module
 from dsa_dispatch._registry.registry import Snapshot, load_plugins, with_backend
 from dsa_dispatch._runtime import Runtime, current, swapped
-from dsa_dispatch.errors import NoBackendError, PluginError, UnknownBackendError
+from dsa_dispatch.errors import BackendDeclined, NoBackendError, PluginError, UnknownBackendError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 SPEC = FakeBackend("extra").spec
@@ -520,6 +522,14 @@ def test_a_policy_plugin_sees_no_lengths_since_one_decision_serves_many():
     assert [(call.batch, call.rows, call.keys, call.width) for call in calls] == [(1, 1, 1, 64)]
 
 
+@dataclasses.dataclass
+class Unhashable:
+    """A callable that no plan can be looked up by."""
+
+    def __call__(self, call):
+        return None
+
+
 ILL_TYPED = {
     "field rank: got None, expected int": {"rank": None},
     "field rank: got 'high', expected int": {"rank": "high"},
@@ -528,12 +538,14 @@ ILL_TYPED = {
     "field families: got 'fam'": {"families": "fam"},
     "field families: got None": {"families": None},
     "package x: got version range '>>1'": {"packages": (Requirement("x", "x", ">>1"),)},
+    "expected the names of a distribution": {"packages": (Requirement("", "x"),)},
 }
 ILL_TYPED_CAPABILITY = {
     "field heads: got 5": {"heads": 5},
     "field max_rows: got '10'": {"max_rows": "10"},
     "field heads, field multiple_of: got 0, expected at least 1": {"heads": Heads(multiple_of=0)},
     "field extra_check: got 3": {"extra_check": 3},
+    "field extra_check: got Unhashable()": {"extra_check": Unhashable()},
     "field scratch: got None": {"scratch": None},
     "field devices: got 'cpu'": {"devices": "cpu"},
 }
@@ -563,9 +575,18 @@ def test_a_function_that_is_no_text_is_refused():
 
 def test_a_backend_and_an_error_reach_another_process():
     spec = BackendSpec("x", {"gqa_forward": StageSpec(Capability(), "m:f")}, rank=3)
-    assert pickle.loads(pickle.dumps(spec)) == spec
+    for same in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
+        assert same == spec
+        assert {spec: "found"}[same] == "found"
     with isolated_registry(), pytest.raises(NoBackendError) as caught:
         run_attention()
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert str(copy) == str(caught.value)
-    assert copy.decision == caught.value.decision
+    received = pickle.loads(pickle.dumps(caught.value))
+    assert str(received) == str(caught.value)
+    assert received.decision == caught.value.decision
+
+
+@pytest.mark.parametrize("reason", ["no workspace", None, Decline("LIMIT", "rows", "9", "8"), LookupError()])
+def test_only_a_decline_is_a_reason_to_decline_at_run_time(reason):
+    with pytest.raises(PluginError) as caught:
+        BackendDeclined(reason)
+    assert "BackendDeclined takes a Decline(DeclineCode" in str(caught.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from unit.calls import REQUEST, arguments, attention, chosen, indexer, plan_attention, run_attention
@@ -177,8 +179,10 @@ def test_statistics_are_frozen_and_reset(registry):
     counted = stats()
     assert counted.runs == {("attention_forward", "torch_dense", ""): 1}
     assert counted.decisions == counted.misses == {ATTENTION: 1}
-    with pytest.raises(TypeError):
-        counted.runs["x"] = 1
+    for read_only in (counted, pickle.loads(pickle.dumps(counted))):
+        assert read_only == counted
+        with pytest.raises(TypeError):
+            read_only.runs["x"] = 1
     dsa_dispatch.reset_stats()
     assert counted.ran("attention_forward") == {"torch_dense": 1}
     empty = stats()
