@@ -240,8 +240,9 @@ def _options(decision: Decision) -> StageOptions:
 
 
 def replan(before: Plan, stage: StagePlan, declined: Decline, rows: RowLayout | None = None) -> Plan:
-    """``before`` with every stage resolved anew, without the backend that declined at run time.
+    """``before`` with one stage resolved anew, without the backend that declined it at run time.
 
+    The other stages stay as they are: a forward may have run, and its backend may be gone since.
     ``rows`` is the layout of the declined call: a plan holds no lengths, and a backend's limits ask for them.
     Not interned: a decline may quote lengths, and interned plans stay for ever. Raises ``NoBackendError`` when nobody
     is left.
@@ -255,10 +256,10 @@ def replan(before: Plan, stage: StagePlan, declined: Decline, rows: RowLayout | 
     if rows is not None:
         call = dataclasses.replace(call, batch=rows.batch, rows=rows.rows, keys=rows.keys)
     decision = decide(
-        runtime, snapshot, call, before.policy, device, device_info(device), tuple(before.stages), excluded
+        runtime, snapshot, call, before.policy, device, device_info(device), (stage.stage,), excluded
     )
     observe(runtime, snapshot, decision)
-    stages = _resolved(runtime, snapshot, decision, device)
+    stages = {**before.stages, **_resolved(runtime, snapshot, decision, device)}
     return dataclasses.replace(before, stages=MappingProxyType(stages), excluded=excluded)
 
 

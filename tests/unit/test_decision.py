@@ -13,7 +13,17 @@ import torch
 from unit.calls import CPU, arguments, attention, chosen, indexer, plan_attention, run_attention
 
 import dsa_dispatch
-from dsa_dispatch import CallSpec, Capability, Decline, DeclineCode, DeviceInfo, Heads, RowLayout, use_backend
+from dsa_dispatch import (
+    CallSpec,
+    Capability,
+    Decline,
+    DeclineCode,
+    DeviceInfo,
+    Heads,
+    RowLayout,
+    unregister_backend,
+    use_backend,
+)
 from dsa_dispatch._dispatch.decide import decide, plan, replan
 from dsa_dispatch._policy.policy import policy_key, resolve_policy
 from dsa_dispatch._runtime import current
@@ -313,6 +323,28 @@ def test_moving_on_asks_for_the_limits_of_the_call_and_interns_no_plan():
             .backend
             == "small"
         )
+
+
+def test_a_decline_in_the_backward_leaves_the_forward_that_ran_alone():
+    forward = FakeBackend("forward", FORWARD, rank=9)
+    shy = FakeBackend("shy", ("attention_backward",), rank=9, declines=RUNTIME)
+    named = {"attention_forward": "forward", "attention_backward": ["shy", "other"]}
+    with isolated_registry(forward.spec, shy.spec, FakeBackend("other").spec):
+        with use_backend(named, fallback="error"):
+            result = run_attention(grad=True)
+        unregister_backend("forward")
+        result.sum().backward()
+        assert dsa_dispatch.stats().ran("attention_forward") == {"forward": 1}
+        assert dsa_dispatch.stats().ran("attention_backward") == {"other": 1}
+
+
+def test_a_replan_resolves_only_the_stage_that_declined():
+    with isolated_registry(FakeBackend("shy", rank=9).spec, FakeBackend("other").spec):
+        first = plan_attention(grad=True)
+        moved = replan(first, first.stages["attention_backward"], RUNTIME)
+        assert list(moved.stages) == list(first.stages)
+        assert moved.stages["attention_forward"] is first.stages["attention_forward"]
+        assert moved.stages["attention_backward"].backend == "other"
 
 
 def test_any_other_exception_of_a_kernel_is_the_callers(caplog):
