@@ -93,7 +93,7 @@ def legalize(capability: Capability, stage: Stage, call: CallSpec) -> Legalizati
     return Legalization(
         heads=(shapes.heads, heads),
         channels=(shapes.qk_channels, channels),
-        width=(call.width, call.width if width is None or not _has_width(stage, call) else width),
+        width=(call.width, call.width if width is None or not has_width(stage, call) else width),
         sanitize=foreign_ids and capability.index_form != "any",
         compact=foreign_ids and capability.index_form == "prefix",
     )
@@ -112,7 +112,8 @@ def _width_rule(capability: Capability, stage: Stage) -> IndexWidth:
     return capability.width
 
 
-def _has_width(stage: Stage, call: CallSpec) -> bool:
+def has_width(stage: Stage, call: CallSpec) -> bool:
+    """Whether the stage works on selected ids; a dense loss works on all keys."""
     return call.sparse_loss or stage not in ("indexer_target", "indexer_loss")
 
 
@@ -168,7 +169,7 @@ def _shape_declines(capability: Capability, stage: Stage, call: CallSpec) -> Ite
         got += f"/{shapes.v_channels}" if shapes.v_channels is not None else ""
         yield Decline(DeclineCode.CHANNELS, shapes.channels_name, got, str(capability.channels))
     width = _width_rule(capability, stage)
-    if _has_width(stage, call) and width.fit(call.width) is None:
+    if has_width(stage, call) and width.fit(call.width) is None:
         yield Decline(DeclineCode.INDEX_WIDTH, shapes.width_name, str(call.width), str(width))
     if stage in INDEXER_STAGES:
         if call.weights_dtype not in capability.weights_dtypes:
@@ -254,7 +255,7 @@ def _inputs(stage: Stage) -> int:
 def largest_operand(stage: Stage, call: CallSpec) -> int:
     """Elements of the largest tensor that the caller hands over or gets back for a stage, before any padding."""
     rows, keys = call.batch * call.rows, call.batch * call.keys
-    per_row = [call.width] if _has_width(stage, call) else []
+    per_row = [call.width] if has_width(stage, call) else []
     if stage in INDEXER_STAGES:
         return max(
             rows * max(call.index_heads * call.index_channels, *per_row, 0), keys * call.index_channels

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._decline import Decline
-from dsa_dispatch._dispatch.check import Legalization
+from dsa_dispatch._dispatch.check import (
+    GROUPED_STAGES,
+    INDEXED_STAGES,
+    INDEXER_STAGES,
+    Legalization,
+    has_width,
+)
 from dsa_dispatch._policy.policy import Policy
 from dsa_dispatch._stages import Stage
 
@@ -76,7 +83,7 @@ class Decision:
         return self.to_text()
 
     def to_text(self) -> str:
-        lines = [describe_call(self.call, self.device)]
+        lines = [self._asked()]
         for entry in self.stages:
             chosen = entry.chosen
             lines.append(f"{entry.stage}: {chosen.backend if chosen else 'NO BACKEND'}")
@@ -94,7 +101,7 @@ class Decision:
 
     def to_markdown(self) -> str:
         rows = [
-            f"**{describe_call(self.call, self.device)}**",
+            f"**{self._asked()}**",
             "",
             "| stage | backend | outcome |",
             "|---|---|---|",
@@ -142,6 +149,9 @@ class Decision:
             "policy": [dataclasses.asdict(setting) for setting in self._settings()],
         }
 
+    def _asked(self) -> str:
+        return describe_call(self.call, self.device, [entry.stage for entry in self.stages])
+
     def _settings(self) -> list[Any]:
         stages = {f"dsa_kernel_backend[{entry.stage}]" for entry in self.stages}
         return [
@@ -151,12 +161,18 @@ class Decision:
         ]
 
 
-def describe_call(call: CallSpec, device: DeviceInfo) -> str:
-    """One line: what was asked for."""
-    parts = [f"batch {call.batch}", f"rows {call.rows}", f"keys {call.keys}", f"width {call.width}"]
-    if call.operation not in ("run_fused_qk_topk",):
-        parts.append(f"heads {call.heads}, channels {call.qk_channels}/{call.v_channels}")
-    if call.operation not in ("run_fused_absorbed_sparse_attention", "run_fused_gqa_sparse_attention"):
+def describe_call(call: CallSpec, device: DeviceInfo, stages: Collection[Stage]) -> str:
+    """One line: what was asked of ``stages``. Sizes that none of them looks at are only defaults of ``call``."""
+    asked = frozenset(stages)
+    parts = [f"batch {call.batch}", f"rows {call.rows}", f"keys {call.keys}"]
+    if any(has_width(stage, call) for stage in asked):
+        parts.append(f"width {call.width}")
+    if asked & INDEXED_STAGES:
+        key_heads = f", key heads {call.kv_heads}" if asked & GROUPED_STAGES else ""
+        parts.append(f"heads {call.heads}{key_heads}, channels {call.qk_channels}/{call.v_channels}")
+    elif "indexer_target" in asked:
+        parts.append(f"heads {call.heads}, channels {call.qk_channels}")
+    if asked & INDEXER_STAGES:
         parts.append(f"index heads {call.index_heads} × {call.index_channels}")
     parts += [call.dtype, device.name]
     if call.layout != "bshd" or call.context_parallel != "none":

@@ -17,6 +17,7 @@ from dsa_dispatch._dispatch.table import policy_of
 from dsa_dispatch._policy.config import explicit_text
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import OPERATION_GROUPS, Group
+from dsa_dispatch._typed import type_errors
 from dsa_dispatch.errors import InvalidInputError
 
 
@@ -24,13 +25,19 @@ def explain_operation(
     operations: Mapping[str, Callable[..., Any]], operation: str, *args: Any, **kwargs: Any
 ) -> Decision:
     """Run the operation's own code up to its first kernel, and return all that it decided."""
-    if operation not in operations:
-        raise InvalidInputError(f"explain: unknown operation {operation!r}; known: {', '.join(operations)}")
+    _check_operation(operation)
     with recording() as decisions:
         operations[operation](*args, **kwargs)
     first = decisions[0]
     stages = tuple(stage for decision in decisions for stage in decision.stages)
     return dataclasses.replace(first, call=_widest(decisions), stages=stages)
+
+
+def _check_operation(operation: object) -> None:
+    if not (isinstance(operation, str) and operation in OPERATION_GROUPS):
+        raise InvalidInputError(
+            f"explain: unknown operation {operation!r}; known: {', '.join(OPERATION_GROUPS)}"
+        )
 
 
 def _widest(decisions: list[Decision]) -> CallSpec:
@@ -62,10 +69,15 @@ def explain_call(call: CallSpec, device: DeviceInfo | None = None, config: objec
     ``device`` may describe hardware that is not here; then nothing is imported or tested, and "chosen" means that the
     declared data accept the call.
     """
-    if call.operation not in OPERATION_GROUPS:
+    _check_operation(call.operation)
+    if not (device is None or isinstance(device, DeviceInfo)):
         raise InvalidInputError(
-            f"explain: unknown operation {call.operation!r}; known: {', '.join(OPERATION_GROUPS)}"
+            f"explain: device: got {device!r}, expected a DeviceInfo, such as "
+            f"DeviceInfo('cuda', 'NVIDIA H200', (9, 0), total_memory=..., shared_memory=...)"
         )
+    faults = [*type_errors(call, "call"), *(type_errors(device, "device") if device is not None else ())]
+    if faults:
+        raise InvalidInputError(f"explain: {'; '.join(faults)}")
     runtime = current()
     snapshot = runtime.snapshot
     policy = policy_of(runtime, explicit_text(config))

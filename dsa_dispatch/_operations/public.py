@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from dsa_dispatch._operations.indexer import (
 )
 from dsa_dispatch._policy.config import explicit_text
 from dsa_dispatch._runtime import current
+from dsa_dispatch.errors import InvalidInputError
 
 __all__ = [
     "TopK",
@@ -61,17 +63,31 @@ def explain(
     that
     is not here. Runs no kernel but the self-test of a backend that has not been used yet. The ``Decision`` prints
     as text
-    and has ``to_markdown`` and ``to_json``. Raises what the operation raises on bad input, never ``NoBackendError``.
+    and has ``to_markdown`` and ``to_json``. Raises what the operation raises on bad input, never ``NoBackendError``,
+    and ``InvalidInputError`` for an unknown operation, a mixture of both forms or ill-typed data.
     """
     if call is not None:
-        config = args[0] if args else kwargs.get("config")
-        named = CallSpec(**{**_fields(call), "operation": operation})
-        return explain_call(named, device, config)
+        if not isinstance(call, CallSpec):
+            raise InvalidInputError(f"explain: call: got {type(call).__name__}, expected a CallSpec")
+        config = _only_config(args, kwargs)
+        return explain_call(dataclasses.replace(call, operation=operation), device, config)
+    if device is not None:
+        raise InvalidInputError(
+            "explain: device= is for a call as data, call=CallSpec(...); a call by its arguments is on the device of "
+            "its tensors. Explain it without device=, and pass the `.call` of that as call= beside device=."
+        )
     return explain_operation(OPERATIONS, operation, *args, **kwargs)
 
 
-def _fields(call: CallSpec) -> dict[str, Any]:
-    return {name: getattr(call, name) for name in CallSpec.__dataclass_fields__}
+def _only_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    others = [type(argument).__name__ for argument in args[1:]]
+    others += [name for name in kwargs if args or name != "config"]
+    if others:
+        raise InvalidInputError(
+            f"explain: got {', '.join(others)} beside call=, which holds the whole call; possible beside it are config "
+            f"and device=. Leave call= out to explain a call by the operation's own arguments."
+        )
+    return args[0] if args else kwargs.get("config")
 
 
 def use_fused_dsa_kernels(config: object) -> bool:

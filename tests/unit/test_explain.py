@@ -27,6 +27,7 @@ from dsa_dispatch import (
     explain,
     use_backend,
 )
+from dsa_dispatch._dispatch.decision import describe_call
 from dsa_dispatch._operations.public import OPERATIONS
 from dsa_dispatch._stages import GROUP_STAGES, OPERATION_GROUPS, STAGES
 from dsa_dispatch.errors import InvalidInputError, NoBackendError
@@ -215,6 +216,67 @@ def test_an_unknown_operation_is_named_with_the_known(registry, keywords):
     with pytest.raises(InvalidInputError) as caught:
         explain("run_fused_attention", **keywords)
     assert "explain: unknown operation 'run_fused_attention'; known: run_fused_qk_topk, " in str(caught.value)
+
+
+MIXED = {
+    "device= is for a call as data": {"tensors": True, "device": HOPPER},
+    "got Tensor, Tensor, Tensor, float, int beside call=": {"tensors": True, "call": CallSpec("")},
+    "got indexer_topk beside call=": {"call": CallSpec(""), "indexer_topk": 3},
+    "call: got dict, expected a CallSpec": {"call": {"rows": 3}},
+    "device: got 'cuda', expected a DeviceInfo": {"call": CallSpec(""), "device": "cuda"},
+    "call, field heads: got '8', expected int": {"call": CallSpec("", heads="8")},
+    "call, field dtype: got torch.bfloat16, expected str": {"call": CallSpec("", dtype=torch.bfloat16)},
+    "device, field compute_capability: got 9.0": {
+        "call": CallSpec(""),
+        "device": DeviceInfo("cuda", "x", 9.0),
+    },
+}
+
+
+@pytest.mark.parametrize("text", MIXED)
+def test_what_explain_would_have_to_ignore_is_an_error(registry, text):
+    keywords = dict(MIXED[text])
+    positional = (None, *attention()) if keywords.pop("tensors", False) else ()
+    with pytest.raises(InvalidInputError) as caught:
+        explain("run_fused_absorbed_sparse_attention", *positional, **keywords)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("operation", [[1], None, {}])
+def test_an_operation_that_is_no_name_is_told_the_names(registry, operation):
+    for keywords in ({}, {"call": CallSpec("")}):
+        with pytest.raises(InvalidInputError, match="known: run_fused_qk_topk, "):
+            explain(operation, **keywords)
+
+
+def asked(operation, error=False, **keywords):
+    """The first line of what an explanation or the error of a call says."""
+    positional, named = arguments(operation, grad=True)
+    named |= keywords
+    if not error:
+        return str(explain(operation, *positional, **named)).splitlines()[0].partition(": ")[2]
+    with isolated_registry(), pytest.raises(NoBackendError) as caught:
+        OPERATIONS[operation](*positional, **named)
+    return str(caught.value).splitlines()[1].partition(": ")[2]
+
+
+def test_only_sizes_that_the_call_has_are_told(registry):
+    lengths, indexed = "batch 1, rows 3, keys 5, width 2, ", "index heads 2 × 4, float32, cpu"
+    heads = "heads 2, channels 6/4, "
+    assert asked("run_fused_qk_topk") == lengths + indexed
+    with_loss = "run_fused_qk_topk_with_loss"
+    assert asked(with_loss).startswith(lengths + "heads 2, channels 6, " + indexed)
+    assert asked("run_fused_absorbed_sparse_attention").startswith(lengths + heads + "float32")
+    grouped = "heads 2, key heads 1, channels 6/4, float32"
+    assert asked("run_fused_gqa_sparse_attention").startswith(lengths + grouped)
+    assert asked("run_fused_dsa_attention").startswith(lengths + heads + indexed)
+    assert asked(with_loss, error=True) == lengths + indexed
+
+
+def test_a_dense_loss_has_no_width():
+    call = CallSpec("run_fused_qk_topk_with_loss", sparse_loss=False, width=7)
+    assert "width" not in describe_call(call, DeviceInfo(), ["indexer_target", "indexer_loss"])
+    assert "width 7" in describe_call(call, DeviceInfo(), ["indexer_topk"])
 
 
 def test_hypothetical_hardware_is_judged_by_data_alone():
