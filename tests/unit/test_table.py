@@ -106,6 +106,18 @@ def test_an_element_limit_holds_for_each_stage_by_its_own_tensors():
         assert stats().ran("indexer_topk") == {"small": 1, "wide": 1}
 
 
+def test_an_element_limit_holds_for_an_output_that_is_larger_than_every_input():
+    """Grouped attention of two heads: 4 keys × 8 value channels are 32 elements, 3 rows × 2 heads × 8 are 48."""
+    small = FakeBackend("small", rank=9, max_elements=40)
+    key, value = torch.randn(4, 1, 1, 2), torch.randn(4, 1, 1, 8)
+    ids = torch.zeros(1, 3, 2, dtype=torch.int32)
+    with isolated_registry(small.spec, FakeBackend("wide").spec):
+        for rows in (2, 3):
+            query = torch.randn(rows, 1, 2, 2)
+            dsa_dispatch.run_fused_gqa_sparse_attention(None, query, key, value, ids[:, :rows], 0.5)
+        assert stats().ran("gqa_forward") == {"small": 1, "wide": 1}
+
+
 def test_an_extra_check_makes_sizes_exact():
     def even(call):
         return (
