@@ -79,8 +79,8 @@ class CallSpec:
     layout: Layout = "bshd"
     context_parallel: ContextParallel = "none"
     extras: frozenset[str] = frozenset()
-    """Legal requests that change the answer and that a backend must know of: "explicit_values", "key_positions",
-    "mask"."""
+    """Legal requests that no stage signature carries, so that every backend declines them: "explicit_values",
+    "key_positions", "mask", "per_head_keys"."""
     needs_grad: frozenset[str] = frozenset()
     """Names of the inputs that need a gradient."""
     deterministic: bool = False
