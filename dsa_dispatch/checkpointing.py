@@ -77,7 +77,7 @@ def _contexts(saved: frozenset[Any]) -> Contexts:
     if _tracing():
         # The tracer marks nodes of its graph through torch's own modes; the partitioner saves what they mark.
         seen: set[Any] = set()
-        forward, replay = create_selective_checkpoint_contexts(functools.partial(_policy, saved, seen))  # type: ignore[no-untyped-call]
+        forward, replay = create_selective_checkpoint_contexts(functools.partial(_policy, saved, seen))
         return _CheckedTrace(forward, seen), replay
     return _eager_contexts(saved)
 
@@ -103,7 +103,7 @@ def _check_matched(matched: bool) -> None:
         )
 
 
-class _CheckedTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CheckedTrace(TorchDispatchMode):
     """Torch's caching mode with a check at the end. A mode only because ``checkpoint`` asks for one; never pushed."""
 
     def __init__(self, mode: Any, seen: set[Any]) -> None:
@@ -135,7 +135,7 @@ def _eager_contexts(saved: frozenset[Any]) -> tuple[_Keep, _Replay]:
     return _Keep(saved, kept), _Replay(saved, kept)
 
 
-class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Eager(TorchDispatchMode):
     """What the two modes of an eager region share: the saved results of every saved op, in the order of its calls."""
 
     supports_higher_order_operators = True
@@ -151,7 +151,7 @@ class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
 
-class _Keep(_Eager):  # type: ignore[no-untyped-call]
+class _Keep(_Eager):
     """First pass. Not torch's caching mode, whose results no saved-tensor hook, and so no offload, can reach."""
 
     _matched = False
@@ -171,7 +171,7 @@ class _Keep(_Eager):  # type: ignore[no-untyped-call]
             _check_matched(self._matched)
 
 
-class _Replay(_Eager):  # type: ignore[no-untyped-call]
+class _Replay(_Eager):
     """Recomputation: a saved op returns what it returned at its call of the same number."""
 
     def __enter__(self) -> Any:

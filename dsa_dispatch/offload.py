@@ -77,7 +77,7 @@ class OffloadWindow:
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._min_bytes:
             return tensor
-        key = (StorageWeakRef(storage), tensor._version)  # type: ignore[no-untyped-call]
+        key = (StorageWeakRef(storage), tensor._version)
         copy = self._copies.get(key)
         if copy is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

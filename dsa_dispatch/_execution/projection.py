@@ -24,7 +24,7 @@ def project_up_backward(
     gradient: Tensor, out: Tensor, weight: Tensor, need_out: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``out`` and ``weight``; a zero-size tensor stands for one that is not needed."""
-    per_head = gradient.unflatten(2, weight.shape[:2])  # type: ignore[no-untyped-call]  # untyped in torch
+    per_head = gradient.unflatten(2, weight.shape[:2])  # untyped in torch
     d_out = out.new_empty(0)
     d_weight = weight.new_empty(0)
     if need_out:

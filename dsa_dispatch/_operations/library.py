@@ -20,7 +20,7 @@ from dsa_dispatch._execution import attention, gqa, loss, projection, topk
 
 NAMESPACE: Final = "dsa_dispatch"
 # torch.library is untyped in the releases we support.
-LIBRARY: Final[Any] = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+LIBRARY: Final[Any] = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:

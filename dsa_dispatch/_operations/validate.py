@@ -89,7 +89,7 @@ def _has_tangent(tensor: Tensor) -> bool:
     # Asking outside a dual level raises; inside one, an op without a formula would silently give a zero derivative.
     if forward_ad._current_level < 0:
         return False
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # untyped in torch
+    return forward_ad.unpack_dual(tensor).tangent is not None  # untyped in torch
 
 
 def check_floating(tensors: Mapping[str, Tensor]) -> None:

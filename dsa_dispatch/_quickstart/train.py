@@ -66,7 +66,7 @@ def train(model: LanguageModel, corpus: Corpus, recipe: TrainingRecipe, steps: i
             loss = next_token_loss(output.logits, targets)
         indexer_loss = torch.stack(output.indexer_losses).sum()
         optimizer.zero_grad(set_to_none=True)
-        (loss + indexer_loss).backward()  # type: ignore[no-untyped-call]
+        (loss + indexer_loss).backward()
         # Clipped apart: a steep indexer loss must not slow the language model, nor the other way round.
         nn.utils.clip_grad_norm_(language, recipe.gradient_clip)
         nn.utils.clip_grad_norm_(indexer, recipe.gradient_clip)

@@ -74,7 +74,7 @@ def between_nan(values: Tensor) -> Tensor:
     return middle
 
 
-class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class GuardedAllocations(TorchDispatchMode):  # torch has no types here
     """While active, tensors made with ``torch.empty`` and its kin lie between margins; floats without a value are NaN.
 
     A kernel's outputs are allocated by the backend itself; this is how writes past them are seen without an address

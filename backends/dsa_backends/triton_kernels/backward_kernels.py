@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Sparse absorbed attention, backward: two kernels over a chunk of rows, three where one would not hold dQ.
 
 For a row with queries ``Q [H, Dqk]``, output gradient ``G [H, Dv]``, ``delta = rowsum(out * G) [H]`` and keys ``K [W,

@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Sparse absorbed attention, forward: one program per (row, head block, split of the slots).
 
 For a row ``t`` with queries ``Q [BLOCK_H, Dqk]`` the program walks the row's slots in tiles of ``BLOCK_N`` keys::

@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Attention backward for compute capability 9.0: P and dS for 64 heads."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Attention for compute capability 9.0, with the copies placed by hand.
 
 Same mathematics as ``forward_kernels`` and ``backward_kernels``. What differs is when things happen: the pipeliner

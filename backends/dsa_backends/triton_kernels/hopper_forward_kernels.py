@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Attention forward for compute capability 9.0: for 64 heads, and transposed for 16."""
 
 from __future__ import annotations

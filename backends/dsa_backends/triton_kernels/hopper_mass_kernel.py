@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """The teacher's mass for compute capability 9.0, given the lse: ``mass_kernel`` with the copies placed by hand."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """The indexer's scores and the exact selection of the best k of them.
 
 Scores, for a tile of keys ``K [BLOCK_N, Di]`` and one row ``t`` at a time::

@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """The teacher's mass and the indexer's loss over given slots.
 
 Teacher, for a row with queries ``Q [H, Dqk]`` and slot keys ``K [W, Dqk]``::

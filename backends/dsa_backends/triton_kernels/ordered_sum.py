@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
 """Sums of scattered rows in a fixed order: the deterministic alternative to atomics.
 
 ``partial [rows * width, C]`` holds one row per slot. Per key, its slots are added one after the other in ascending
