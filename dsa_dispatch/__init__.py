@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsa_dispatch import errors
 from dsa_dispatch._backend import API_VERSION, BackendSpec, StageSpec
 from dsa_dispatch._call import CallSpec, DeviceInfo, RowLayout, StageOptions
-from dsa_dispatch._capability import Capability, Channels, Heads, IndexWidth, Requirement, Scratch
+from dsa_dispatch._capability import AnyOf, Capability, Channels, Heads, IndexWidth, Requirement, Scratch
 from dsa_dispatch._contract import LossTerms
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._dispatch.decision import Decision
@@ -31,6 +31,7 @@ from dsa_dispatch._version import __version__
 
 __all__ = [
     "API_VERSION",
+    "AnyOf",
     "BackendSpec",
     "CallSpec",
     "Capability",

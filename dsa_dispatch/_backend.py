@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from dsa_dispatch._capability import Capability, Requirement, value_errors, version_errors
+from dsa_dispatch._capability import Capability, Package, value_errors, version_errors
 from dsa_dispatch._stages import STAGES, Stage
 from dsa_dispatch._typed import type_errors
 from dsa_dispatch.errors import PluginError
@@ -40,7 +40,7 @@ class BackendSpec:
     rank: int = 0
     version: str = ""
     api_version: int = API_VERSION
-    packages: tuple[Requirement, ...] = ()
+    packages: tuple[Package, ...] = ()
     doc: str = ""
     self_test: bool = True
     families: frozenset[str] = field(default_factory=frozenset)

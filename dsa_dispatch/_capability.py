@@ -161,7 +161,23 @@ class Requirement:
     module: str
     versions: str = ""
     hint: str = ""
-    """How to get it, shown when it is missing."""
+    """How to get it, shown when it is missing, in place of ``pip install``."""
+    extras: str = ""
+    """Of the distribution, as pip takes them between brackets."""
+    path_hint: str = ""
+    """What to do where the distribution is installed and its module cannot be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Packages of which one is enough, such as two builds of the same kernels."""
+
+    alternatives: tuple[Requirement, ...]
+    hint: str = ""
+    """How to get one; without it, that of the first alternative."""
+
+
+Package = Requirement | AnyOf
 
 
 FLOATS: frozenset[str] = frozenset({"float64", "float32", "bfloat16", "float16"})
@@ -205,7 +221,7 @@ class Capability:
     max_keys: int | None = None
     max_elements: int | None = None
     score_error: float = 0.0
-    packages: tuple[Requirement, ...] = ()
+    packages: tuple[Package, ...] = ()
     verified: str = "declared"
     extra_check: Callable[[CallSpec], Decline | None] | None = None
     """A pure rule that the fields above cannot say. Its presence makes the plan cache key on exact sizes."""
@@ -223,7 +239,13 @@ def value_errors(capability: Capability, where: str) -> Iterator[str]:
         yield from version_errors(package, where)
 
 
-def version_errors(package: Requirement, where: str) -> Iterator[str]:
+def version_errors(package: Package, where: str) -> Iterator[str]:
+    if isinstance(package, AnyOf):
+        if not package.alternatives:
+            yield f"{where}: got {package!r}, expected at least one alternative"
+        for alternative in package.alternatives:
+            yield from version_errors(alternative, where)
+        return
     if not (package.distribution.strip() and package.module.strip()):
         yield f"{where}: got {package!r}, expected the names of a distribution and of its top-level module"
     try:

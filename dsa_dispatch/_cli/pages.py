@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsa_dispatch._call import DeviceInfo
-from dsa_dispatch._capability import Requirement
+from dsa_dispatch._capability import AnyOf, Package
 from dsa_dispatch._cli.matrix import PAGE
 from dsa_dispatch._cli.output import holds
 from dsa_dispatch._dispatch.matrix import CapabilityMatrix, MatrixRow, capability_matrix
@@ -65,7 +65,9 @@ def backend_page(entry: Registered, rows: list[MatrixRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _requirement(package: Requirement) -> str:
+def _requirement(package: Package) -> str:
+    if isinstance(package, AnyOf):
+        return "one of " + " or ".join(map(_requirement, package.alternatives))
     return f"`{package.distribution}{package.versions}`"
 
 

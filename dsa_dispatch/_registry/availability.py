@@ -6,18 +6,14 @@ import importlib
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 
 from dsa_dispatch._backend import API_VERSION, BackendSpec
-from dsa_dispatch._capability import Requirement
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._registry import selftest
+from dsa_dispatch._registry.packages import package_declines
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.errors import BackendDeclined
 
@@ -49,48 +45,7 @@ def installation_declines(spec: BackendSpec, stage: Stage) -> tuple[Decline, ...
                 f"Install a release of {spec.name} that is built for this version of dsa-dispatch.",
             ),
         )
-    packages = dict.fromkeys((*spec.packages, *spec.stages[stage].capability.packages))
-    return tuple(decline for package in packages if (decline := _package_decline(package)) is not None)
-
-
-def _package_decline(package: Requirement) -> Decline | None:
-    found = _found(package.distribution, package.module)
-    if found is None:
-        hint = package.hint or f"pip install '{package.distribution}{package.versions}'."
-        return Decline(
-            DeclineCode.NOT_INSTALLED,
-            f"package {package.distribution}",
-            "not installed",
-            package.versions or "any version",
-            hint,
-        )
-    # "" is a module without distribution metadata, such as a source checkout: its version cannot be judged here.
-    if package.versions and found and not SpecifierSet(package.versions).contains(found, prereleases=True):
-        hint = f"pip install '{package.distribution}{package.versions}'."
-        return Decline(DeclineCode.VERSION, f"package {package.distribution}", found, package.versions, hint)
-    return None
-
-
-@lru_cache(maxsize=256)
-def _found(distribution: str, module: str) -> str | None:
-    """The version of an installed package, "" when it has no metadata, None when its module cannot be found."""
-    # Only top-level names: find_spec on a dotted name imports the parent.
-    try:
-        if find_spec(module.partition(".")[0]) is None:
-            return None
-    except ValueError:
-        # A loaded module without a spec, as a test or an embedding application may put there: it is there.
-        pass
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
-def forget_packages() -> None:
-    """Look at the environment anew (after an installation in a running process)."""
-    importlib.invalidate_caches()
-    _found.cache_clear()
+    return package_declines((*spec.packages, *spec.stages[stage].capability.packages))
 
 
 def probe(runtime: Runtime, spec: BackendSpec, stage: Stage, device: torch.device) -> Availability:

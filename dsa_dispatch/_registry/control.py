@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsa_dispatch._backend import BackendSpec
-from dsa_dispatch._registry import availability
+from dsa_dispatch._registry.availability import installation_declines
+from dsa_dispatch._registry.packages import forget_packages
 from dsa_dispatch._registry.registry import with_backend, without_backend
 from dsa_dispatch._runtime import current
 
@@ -43,7 +44,7 @@ def list_backends() -> tuple[BackendInfo, ...]:
     infos = []
     for entry in current().snapshot.ranked():
         spec = entry.spec
-        reasons = [availability.installation_declines(spec, stage) for stage in spec.stages]
+        reasons = [installation_declines(spec, stage) for stage in spec.stages]
         missing = (
             tuple(dict.fromkeys(str(decline) for reason in reasons for decline in reason))
             if all(reasons)
@@ -62,5 +63,5 @@ def refresh() -> None:
 
     Raises ``ConfigError`` for an environment variable with our prefix that nothing reads.
     """
-    availability.forget_packages()
+    forget_packages()
     current().refresh()

@@ -14,6 +14,7 @@ from unit.calls import CPU, attention, chosen, run_attention
 
 import dsa_dispatch
 from dsa_dispatch import (
+    AnyOf,
     BackendSpec,
     Capability,
     Channels,
@@ -29,6 +30,7 @@ from dsa_dispatch import (
 from dsa_dispatch._dispatch.check import legalize
 from dsa_dispatch._registry import availability, selftest
 from dsa_dispatch._registry.availability import probe, resolve_reference
+from dsa_dispatch._registry.packages import forget_packages
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import STAGES
 from dsa_dispatch.errors import NoBackendError
@@ -63,10 +65,67 @@ def declined(spec, **sizes):
 def test_a_missing_package_is_declined_by_metadata_with_the_way_to_get_it():
     missing = Requirement("no-such-dist", "no_such_module", ">=1,<2")
     hinted = dataclasses.replace(missing, distribution="other", hint="Build it from source.")
-    assert declined(needing(missing, hinted)) == [
-        "NOT_INSTALLED package no-such-dist: got not installed, supports >=1,<2. pip install 'no-such-dist>=1,<2'.",
-        "NOT_INSTALLED package other: got not installed, supports >=1,<2. Build it from source.",
+    assert declined(needing(missing)) == [
+        "NOT_INSTALLED package no-such-dist: got not installed, supports >=1,<2. pip install 'no-such-dist>=1,<2'."
     ]
+    assert declined(needing(hinted)) == [
+        "NOT_INSTALLED package other: got not installed, supports >=1,<2. Build it from source."
+    ]
+
+
+def test_several_missing_packages_are_one_decline_with_one_command():
+    missing = Requirement("no-such-dist", "no_such_module", ">=1", extras="cu13")
+    others = (Requirement("second", "no_second"), Requirement("third", "no_third", hint="Build third."))
+    assert declined(needing(missing, *others)) == [
+        "NOT_INSTALLED packages no-such-dist, second, third: got not installed, supports >=1; any version; "
+        "any version. pip install 'no-such-dist[cu13]>=1' 'second'. Build third."
+    ]
+
+
+def test_a_missing_and_a_wrong_package_are_two_declines_with_the_same_command():
+    found = importlib.metadata.version("pluggy")
+    command = "pip install 'pluggy>=99' 'second'."
+    assert declined(needing(Requirement("pluggy", "pluggy", ">=99"), Requirement("second", "no_second"))) == [
+        f"VERSION package pluggy: got {found}, supports >=99. {command}",
+        f"NOT_INSTALLED package second: got not installed, supports any version. {command}",
+    ]
+
+
+def test_a_package_whose_module_is_not_on_the_path_says_so():
+    found = importlib.metadata.version("pluggy")
+    hidden = Requirement("pluggy", "no_such_module", path_hint="Put it on the path.")
+    assert declined(needing(hidden)) == [
+        f"NOT_INSTALLED package pluggy: got {found}, but no module no_such_module on the path, supports any version. "
+        "Put it on the path."
+    ]
+
+
+FIRST, SECOND = Requirement("first", "no_first"), Requirement("second", "no_second", ">=2")
+
+
+def test_one_of_several_packages_is_enough():
+    present = Requirement("pluggy", "pluggy")
+    for alternatives in ((present, FIRST), (FIRST, present)):
+        spec = needing(AnyOf(alternatives))
+        assert availability.installation_declines(spec, "attention_forward") == ()
+
+
+def test_where_none_of_several_packages_is_installed_all_are_named():
+    assert declined(needing(AnyOf((FIRST, dataclasses.replace(SECOND, versions="")), hint="Build one."))) == [
+        "NOT_INSTALLED package first or second: got none of them installed, supports any one of them. Build one."
+    ]
+    assert declined(needing(AnyOf((FIRST, SECOND)))) == [
+        "NOT_INSTALLED package first or second: got none of them installed, supports first any version or second >=2. "
+        "pip install 'first'."
+    ]
+
+
+def test_where_one_of_several_packages_has_another_version_that_is_the_reason():
+    found = importlib.metadata.version("pluggy")
+    (text,) = declined(needing(AnyOf((FIRST, Requirement("pluggy", "pluggy", ">=99")))))
+    assert text.startswith(
+        f"VERSION package first or pluggy: got pluggy {found}, supports first any version or "
+    )
 
 
 def test_a_package_of_another_version_is_declined_by_metadata():
@@ -85,7 +144,7 @@ def test_a_module_that_was_put_there_without_a_spec_is_there(monkeypatch):
     bare = ModuleType("bare_module")
     bare.__spec__ = None
     monkeypatch.setitem(sys.modules, "bare_module", bare)
-    availability.forget_packages()
+    forget_packages()
     assert (
         availability.installation_declines(needing(Requirement("bare", "bare_module")), "attention_forward")
         == ()

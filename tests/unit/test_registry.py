@@ -18,6 +18,7 @@ from unit.calls import chosen, run_attention
 
 import dsa_dispatch
 from dsa_dispatch import (
+    AnyOf,
     BackendSpec,
     CallSpec,
     Capability,
@@ -539,6 +540,9 @@ ILL_TYPED = {
     "field families: got None": {"families": None},
     "package x: got version range '>>1'": {"packages": (Requirement("x", "x", ">>1"),)},
     "expected the names of a distribution": {"packages": (Requirement("", "x"),)},
+    "expected at least one alternative": {"packages": (AnyOf(()),)},
+    "package y: got version range '>>1'": {"packages": (AnyOf((Requirement("y", "y", ">>1"),)),)},
+    "field alternatives: got 'abc'": {"packages": (AnyOf("abc"),)},
 }
 ILL_TYPED_CAPABILITY = {
     "field heads: got 5": {"heads": 5},

@@ -25,8 +25,8 @@ PACKAGES: Final = (
         "nvidia-cutlass-dsl",
         "cutlass",
         ">=4.8",
-        "pip install 'nvidia-cutlass-dsl[cu13]>=4.8'. If it is there, its .pth file was not read: put "
-        "<site-packages>/nvidia_cutlass_dsl/dsl_packages on PYTHONPATH.",
+        extras="cu13",
+        path_hint="Its .pth file was not read: put <site-packages>/nvidia_cutlass_dsl/dsl_packages on PYTHONPATH.",
     ),
     Requirement("apache-tvm-ffi", "tvm_ffi", ">=0.1.11"),
 )

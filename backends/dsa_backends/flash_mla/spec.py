@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
+from dsa_backends.flash_mla.messages import install_hint
 from dsa_dispatch._backend import BackendSpec, StageSpec
 from dsa_dispatch._call import CallSpec
-from dsa_dispatch._capability import Capability, CapabilityRange, Channels, Heads, IndexWidth, Scratch
+from dsa_dispatch._capability import (
+    AnyOf,
+    Capability,
+    CapabilityRange,
+    Channels,
+    Heads,
+    IndexWidth,
+    Requirement,
+    Scratch,
+)
 from dsa_dispatch._registry.hooks import hookimpl
 
 COMPUTE_CAPABILITIES: Final[tuple[CapabilityRange, ...]] = (
@@ -16,6 +28,10 @@ COMPUTE_CAPABILITIES: Final[tuple[CapabilityRange, ...]] = (
 )
 """A list, not a floor: 12.0 is a newer number and another architecture, without these instructions."""
 HEAD_GROUP: Final = 128
+PROVIDERS: Final = AnyOf(
+    (Requirement("flash-mla", "flash_mla"), Requirement("sglang-kernel", "sgl_kernel")),
+    hint=install_hint(torch.__version__),
+)
 
 
 def _scratch(call: CallSpec) -> Scratch:
@@ -35,6 +51,7 @@ SPEC: Final = BackendSpec(
     rank=60,
     families=frozenset({"cudnn"}),
     doc="FlashMLA's sparse forward for Hopper and data-centre Blackwell, from flash_mla or sglang-kernel.",
+    packages=(PROVIDERS,),
     stages={
         "attention_forward": StageSpec(
             Capability(
