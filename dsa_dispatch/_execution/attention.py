@@ -96,10 +96,18 @@ def attention_memory(
             ),
         )
     ]
-    if stage.stage.endswith("backward"):
+    backward = stage.stage.endswith("backward")
+    returned = (
+        ("query gradient of the chunk", given)
+        if backward
+        else ("output of the chunk", legal.heads[1] * (v_channels * size + wide))
+    )
+    sliced = padded_heads or (padded_channels and backward)
+    if batch > 1 or sliced:
+        core.append(returned)
+    if backward:
         value = legal.heads[1] * v_channels * size if padded_heads else 0
         core += [
-            ("query gradient of the chunk", given),
             ("output and its gradient", sum(copied_row_bytes(tensor) + value for tensor in upstream)),
             ("lse", legal.heads[1] * wide if padded_heads else 0),
         ]
@@ -108,10 +116,15 @@ def attention_memory(
             batch * key.shape[0] * key.shape[2] * width for key, width in zip(keys, widths, strict=True)
         ]
         fixed.append(("key gradient", sum(elements) * wide))
-    else:
-        core.append(("output of the chunk", legal.heads[1] * (v_channels * size + wide)))
-    layout = row_layout(query, keys[0])
-    return plan_memory(plan, (stage,), layout, core=tuple(core), fixed=tuple(fixed))
+    return plan_memory(
+        plan,
+        (stage,),
+        row_layout(query, keys[0]),
+        core=tuple(core),
+        fixed=tuple(fixed),
+        # What has to be sliced or put among other items is copied in one piece too.
+        handed_over=() if batch > 1 or sliced else (returned,),
+    )
 
 
 @opaque
@@ -231,7 +244,7 @@ def _backward(
         return zeros(query, need_dq), zeros(key, need_dkv)
     stage = plan.stage("attention_backward")
     legal = stage.legalization
-    _, batch, heads, channels = query.shape
+    _, _, heads, channels = query.shape
     layout = row_layout(query, key)
     memory = attention_memory(plan, stage, query, (key,), indices, v_channels, (out, dout))
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)
@@ -258,15 +271,23 @@ def _backward(
             options=plan.options,
         )
         if need_dq:
-            part = part[:, :heads, :channels]
-            if batch == 1 and not memory.chunked:
-                dq = part.contiguous()[:, None]
-            else:
-                dq = torch.empty_like(query, memory_format=torch.contiguous_format) if dq is None else dq
-                put_rows(dq, chunk, part)
+            dq = with_rows(dq, query, memory, chunk, part[:, :heads, :channels])
         del part  # or it would live beside the gradient of the next chunk
     dkey = not_needed(key) if dkv is None else key_gradient(dkv[:, None, :channels], key)
     return not_needed(query) if dq is None else dq, dkey
+
+
+def with_rows(
+    gradient: Tensor | None, query: Tensor, memory: MemoryPlan, chunk: Chunk, part: Tensor
+) -> Tensor:
+    """``gradient`` (None before the first chunk) with a chunk's rows. A single chunk of one batch item is not
+    copied."""
+    if query.shape[1] == 1 and not memory.chunked:
+        return part.contiguous()[:, None]
+    if gradient is None:
+        gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
+    put_rows(gradient, chunk, part)
+    return gradient
 
 
 def not_needed(tensor: Tensor) -> Tensor:

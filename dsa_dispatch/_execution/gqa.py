@@ -15,10 +15,11 @@ from dsa_dispatch._execution.attention import (
     key_gradient,
     not_needed,
     row_layout,
+    with_rows,
     zeros,
 )
 from dsa_dispatch._execution.legalize import pad_channels, pad_query
-from dsa_dispatch._execution.rows import Chunk, flatten_keys, put_rows, take_rows
+from dsa_dispatch._execution.rows import Chunk, flatten_keys, take_rows
 from dsa_dispatch._execution.run import call_stage, opaque, planned_chunks, run_planned
 
 
@@ -131,7 +132,7 @@ def _backward(
     sum_k = torch.zeros(k.shape, dtype=wide, device=k.device) if need[1] else None
     sum_v = torch.zeros(v.shape, dtype=wide, device=v.device) if need[2] else None
     flat_lse = lse.reshape(-1, heads)
-    query_gradient = zeros(query, need[0])
+    query_gradient: Tensor | None = None
     for chunk in planned_chunks(memory):
         ids, lengths = ids_of_chunk(indices, length, chunk, key.shape[0], legal)
         part = call_stage(
@@ -152,10 +153,10 @@ def _backward(
             options=plan.options,
         )
         if need[0]:
-            put_rows(query_gradient, chunk, part[..., :channels])
+            query_gradient = with_rows(query_gradient, query, memory, chunk, part[..., :channels])
         del part  # or it would live beside the gradient of the next chunk
     return (
-        query_gradient,
+        not_needed(query) if query_gradient is None else query_gradient,
         not_needed(key) if sum_k is None else key_gradient(sum_k[..., :channels], key),
         not_needed(value) if sum_v is None else key_gradient(sum_v, value),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dsa_dispatch._call import CallSpec, RowLayout
 from dsa_dispatch._capability import Scratch
@@ -34,7 +36,7 @@ class MemoryPlan:
 
     @property
     def row_bytes(self) -> int:
-        return sum(size for _, size in self.per_row)
+        return _bytes(self.per_row)
 
     @property
     def scratch_bytes(self) -> int:
@@ -43,20 +45,20 @@ class MemoryPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        return sum(size for _, size in self.fixed)
+        return _bytes(self.fixed)
 
 
 def legalized_call(call: CallSpec, stage: StagePlan) -> CallSpec:
     """The call as the kernel sees it."""
     legal = stage.legalization
-    changes: dict[str, object] = {"width": legal.width[1]}
+    changes: dict[str, Any] = {"width": legal.width[1]}
     if stage.stage in ("indexer_topk", "indexer_loss"):
         changes |= {"index_heads": legal.heads[1], "index_channels": legal.channels[1]}
     else:
         changes |= {"heads": legal.heads[1], "qk_channels": legal.channels[1]}
     if stage.stage == "indexer_target" and call.teacher_dtype:
         changes["dtype"] = call.teacher_dtype
-    return dataclasses.replace(call, **changes)  # type: ignore[arg-type]  # names and types are CallSpec's own
+    return dataclasses.replace(call, **changes)
 
 
 def plan_memory(
@@ -66,16 +68,20 @@ def plan_memory(
     *,
     core: tuple[tuple[str, int], ...] = (),
     fixed: tuple[tuple[str, int], ...] = (),
+    handed_over: tuple[tuple[str, int], ...] = (),
     block_size: int | None = None,
 ) -> MemoryPlan:
-    """Chunk size and transients. ``core`` and ``fixed`` are what the core itself allocates, per row and per call.
+    """Chunk size and transients. ``core`` and ``fixed`` are what the core itself allocates, per row and per call;
+    ``handed_over`` is what the stage returns per row: a transient of each chunk, and of a call in one piece the result
+    itself.
 
     Raises ``ConfigError`` when one row does not fit the budget.
     """
     if plan.excluded:
         # Replanned after a run-time decline: it has the id of the plan it stands in for, but other stages.
-        return _plan_memory(plan, stages, layout, core, fixed, block_size)
-    return _kept_memory(plan.id, tuple(stage.stage for stage in stages), layout, core, fixed, block_size)
+        return _plan_memory(plan, stages, layout, core, fixed, handed_over, block_size)
+    names = tuple(stage.stage for stage in stages)
+    return _kept_memory(plan.id, names, layout, core, fixed, handed_over, block_size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,11 +91,13 @@ def _kept_memory(
     layout: RowLayout,
     core: tuple[tuple[str, int], ...],
     fixed: tuple[tuple[str, int], ...],
+    handed_over: tuple[tuple[str, int], ...],
     block_size: int | None,
 ) -> MemoryPlan:
     """Kept per size: asking every stage anew cost a third of the time that a small call spends outside its kernel."""
     plan = plan_by_id(plan_id)
-    return _plan_memory(plan, tuple(plan.stage(name) for name in names), layout, core, fixed, block_size)
+    stages = tuple(plan.stage(name) for name in names)
+    return _plan_memory(plan, stages, layout, core, fixed, handed_over, block_size)
 
 
 def _plan_memory(
@@ -98,6 +106,7 @@ def _plan_memory(
     layout: RowLayout,
     core: tuple[tuple[str, int], ...],
     fixed: tuple[tuple[str, int], ...],
+    handed_over: tuple[tuple[str, int], ...],
     block_size: int | None,
 ) -> MemoryPlan:
     call = dataclasses.replace(plan.call, batch=layout.batch, rows=layout.rows, keys=layout.keys)
@@ -112,16 +121,29 @@ def _plan_memory(
         whole += [(f"{stage.stage}: {name}", size) for name, size in scratch.fixed]
     total = layout.batch * layout.rows
     budget = plan.options.memory_budget
-    row_bytes = sum(size for _, size in per_row)
+    in_one_piece = _bytes(per_row) * total
+    chunk, bound = _chunk(plan, total, _affordable(budget, per_row, total), block_size)
+    if chunk < total:
+        per_row += handed_over
+        chunk, bound = _chunk(plan, total, _affordable(budget, per_row, total), block_size)
+    row_bytes = _bytes(per_row)
     if row_bytes > budget:
         costs = ", ".join(f"{name} {size}" for name, size in sorted(per_row, key=lambda entry: -entry[1]))
         where = " and ".join(f"{stage.stage} on {stage.backend}" for stage in stages)
         raise ConfigError(
             f"memory_budget: got {budget} bytes, but one row of {where} needs {row_bytes} bytes ({costs}). "
-            f"Set memory_budget to at least {row_bytes}."
+            f"Set memory_budget to at least {min(row_bytes, in_one_piece)}."
         )
-    chunk, bound = _chunk(plan, total, budget // row_bytes if row_bytes else total, block_size)
     return MemoryPlan(stages, total, chunk, tuple(per_row), tuple(whole), bound)
+
+
+def _bytes(parts: Sequence[tuple[str, int]]) -> int:
+    return sum(size for _, size in parts)
+
+
+def _affordable(budget: int, per_row: Sequence[tuple[str, int]], total: int) -> int:
+    row_bytes = _bytes(per_row)
+    return budget // row_bytes if row_bytes else total
 
 
 def _chunk(plan: Plan, total: int, affordable: int, block_size: int | None) -> tuple[int, str]:

@@ -190,6 +190,45 @@ def test_attention(backend, kind, batch, dtype, ids_dtype, strided):
     within(lambda: torch.autograd.grad(out, leaves, dout))
 
 
+def one_piece_cases():
+    query = make.normal(SIZE, 1, HEADS, CHANNELS, dtype=torch.float32, grad=True)
+    key, value = (make.normal(SIZE, 1, 1, size, seed=1, dtype=torch.float32) for size in (CHANNELS, VALUES))
+    ids = make.ids(1, SIZE, WIDTH, SIZE)
+    return {
+        "attention": lambda: run_fused_absorbed_sparse_attention(None, query, key, ids, 0.1, VALUES),
+        "gqa": lambda: run_fused_gqa_sparse_attention(None, query, key, value, ids, 0.1),
+    }, query
+
+
+@pytest.mark.parametrize("kind", ["attention", "gqa"])
+def test_what_a_stage_hands_over_is_no_transient_of_a_call_in_one_piece(kind):
+    """It is the result itself. Counted as a buffer beside it, 4096 rows of 128 heads ran in two chunks for nothing."""
+    cases, query = one_piece_cases()
+    stages = [f"{kind}_forward", f"{kind}_backward"]
+    fake = FakeBackend("null", stages, replace={name: null_stages()[name] for name in stages})
+    budget = 64 * SIZE  # a row of the core's own needs less, a row of the output or of the gradient much more
+    with isolated_registry(fake.spec), use_backend("null", memory_budget=budget), recorded_plans() as plans:
+        out, forward_peak = peak_bytes(cases[kind])
+        dout = torch.ones_like(out)
+        (gradient,), backward_peak = peak_bytes(lambda: torch.autograd.grad(out, query, dout))
+    forward, _, backward = plans
+    assert [plan.chunked for plan in (forward, backward)] == [False, False]
+    lse = SIZE * HEADS * 4
+    assert forward_peak <= nbytes(out) + lse + forward.scratch_bytes + forward.fixed_bytes + SLACK
+    assert backward_peak <= nbytes(gradient) + backward.scratch_bytes + backward.fixed_bytes + SLACK
+
+
+def test_what_a_stage_hands_over_counts_where_it_is_copied():
+    heads, channels = 128, 576
+    query = torch.empty(8, 2, heads, channels, dtype=torch.bfloat16)
+    key, ids = torch.empty(9, 2, 1, channels, dtype=torch.bfloat16), make.ids(2, 8, 3, 9)
+    fake = FakeBackend("null", ["attention_forward"], replace=null_stages())
+    for chunk, batch in ((4, 1), (8, 2)):
+        with isolated_registry(fake.spec), use_backend("null", query_chunk=chunk), recorded_plans() as plans:
+            run_fused_absorbed_sparse_attention(None, query[:, :batch], key[:, :batch], ids[:batch], 0.1, 512)
+        assert dict(plans[0].per_row)["output of the chunk"] == heads * (512 * 2 + 4)
+
+
 @LAYOUTS
 @pytest.mark.parametrize("debug_checks", [False, True])
 def test_selection(backend, batch, dtype, ids_dtype, strided, debug_checks):
