@@ -107,7 +107,7 @@ class _CheckedTrace(TorchDispatchMode):
     """Torch's caching mode with a check at the end. A mode only because ``checkpoint`` asks for one; never pushed."""
 
     def __init__(self, mode: Any, seen: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._mode = mode
         self._seen = seen
 
@@ -141,7 +141,7 @@ class _Eager(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, saved: frozenset[Any], kept: dict[Any, list[Any]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._saved = saved
         self._kept = kept
 
@@ -166,7 +166,7 @@ class _Keep(_Eager):
         return out
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # untyped in torch
         if kind is None:
             _check_matched(self._matched)
 
@@ -177,7 +177,7 @@ class _Replay(_Eager):
     def __enter__(self) -> Any:
         # Counted anew at every entry: with retain_graph a region is recomputed more than once.
         self._calls: dict[Any, int] = defaultdict(int)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in self._saved:

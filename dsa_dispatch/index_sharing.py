@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dsa_dispatch.errors import ConfigError
 
@@ -233,10 +233,10 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers) or "none"
 
 
-def _layer_number(entry: object) -> int:
+def _layer_number(entry: Any) -> int:
     """A layer number of any integer type; what is none would otherwise be a layer that silently does not select."""
     try:
-        return operator.index(entry)  # type: ignore[arg-type]  # what has no index raises, and is named
+        return operator.index(entry)
     except TypeError:
         raise ConfigError(
             f"computing layers: got {entry!r} ({type(entry).__name__}), expected layer numbers, or one of 'full' and "

@@ -23,6 +23,7 @@ from dsa_dispatch._registry.availability import installation_declines, probe
 from dsa_dispatch._registry.hooks import ENTRY_POINT_GROUP
 from dsa_dispatch._registry.registry import PluginFailure, Registered
 from dsa_dispatch._runtime import Runtime, current
+from dsa_dispatch._stages import Stage
 from dsa_dispatch.errors import PluginError
 
 
@@ -120,17 +121,17 @@ def _api_mismatch(entry: Registered) -> str:
 
 
 def _state(
-    entry: Registered, stage: str, device: torch.device, devices: frozenset[str] | None
+    entry: Registered, stage: Stage, device: torch.device, devices: frozenset[str] | None
 ) -> tuple[str, str]:
     """What to print in the table, and a traceback where there is one."""
     runtime = current()
     spec = entry.spec
-    missing = installation_declines(spec, stage)  # type: ignore[arg-type]  # the key of the spec's own mapping
+    missing = installation_declines(spec, stage)
     if missing:
         return "; ".join(str(decline) for decline in missing), ""
     if devices is not None and device.type not in devices:
         return f"not for {device.type}", ""
-    found = probe(runtime, spec, stage, device)  # type: ignore[arg-type]
+    found = probe(runtime, spec, stage, device)
     if found.declines:
         return "; ".join(str(decline) for decline in found.declines), found.traceback
     return f"ready{' (' + found.provider + ')' if found.provider else ''}", ""

@@ -7,12 +7,12 @@ import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from dsa_dispatch._call import CallSpec
+from dsa_dispatch._call import Bounds, CallSpec, ContextParallel, Layout
 from dsa_dispatch._dispatch.decide import decide, needed_stages, plan
 from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._dispatch.device import device_info
@@ -43,9 +43,9 @@ class Request:
     v_channels: int = 0
     use_relu: bool = True
     sparse_loss: bool = True
-    bounds: str = "causal"
-    layout: str = "bshd"
-    context_parallel: str = "none"
+    bounds: Bounds = "causal"
+    layout: Layout = "bshd"
+    context_parallel: ContextParallel = "none"
     extras: str = ""
 
     def text(self) -> str:
@@ -57,17 +57,18 @@ class Request:
 
 @functools.lru_cache(maxsize=1024)
 def parse_request(text: str) -> Request:
+    """What ``Request.text`` wrote, so that the words are those of its literals."""
     group, operation, width, v_channels, relu, sparse, bounds, layout, cp, extras = text.split("|")
     return Request(
-        group,  # type: ignore[arg-type]  # written by Request.text from a Group
+        cast(Group, group),
         operation,
         int(width),
         int(v_channels),
         relu == "1",
         sparse == "1",
-        bounds,
-        layout,
-        cp,
+        cast(Bounds, bounds),
+        cast(Layout, layout),
+        cast(ContextParallel, cp),
         extras,
     )
 
@@ -202,9 +203,9 @@ def call_of(
         width=request.width,
         use_relu=request.use_relu,
         sparse_loss=request.sparse_loss,
-        bounds=request.bounds,  # type: ignore[arg-type]  # parsed from a Request that held the literal
-        layout=request.layout,  # type: ignore[arg-type]
-        context_parallel=request.context_parallel,  # type: ignore[arg-type]
+        bounds=request.bounds,
+        layout=request.layout,
+        context_parallel=request.context_parallel,
         extras=frozenset(request.extras.split(",")) - {""},
         needs_grad=frozenset(name for name, need in zip(names, needs_grad, strict=False) if need),
         deterministic=deterministic,

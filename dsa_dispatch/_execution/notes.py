@@ -11,4 +11,4 @@ def add_note(error: Exception, note: str) -> None:
     if note not in notes:
         # An exception class may forbid attributes; then the note is lost, never the exception.
         with contextlib.suppress(AttributeError, TypeError):
-            error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+            error.__notes__ = [*notes, note]  # type: ignore[attr-defined]  # since Python 3.11

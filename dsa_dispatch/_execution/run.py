@@ -92,18 +92,19 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
     def body(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(argument for argument in args if isinstance(argument, torch.Tensor))
         with torch.no_grad(), _without_autocast(first.device.type), _on(first.device):
-            return _owned(function(*args, **kwargs))
+            results: R = _owned(function(*args, **kwargs))
+            return results
 
     return body
 
 
-def _owned(results: R) -> R:
+def _owned(results: Any) -> Any:
     """Results that are no views: autograd refuses to change a view in place (``out += x``, ``relu_``), and whether a
     result is one would depend on batch and chunks. What it views is ours and gone, so ``data`` is the whole truth.
     """
     if isinstance(results, torch.Tensor):
-        return results.data if results._is_view() else results  # type: ignore[return-value]
-    return tuple(_owned(result) for result in results)  # type: ignore[return-value, attr-defined]
+        return results.data if results._is_view() else results
+    return tuple(_owned(result) for result in results)
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

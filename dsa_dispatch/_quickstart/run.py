@@ -152,9 +152,9 @@ def _device(name: str) -> torch.device:
 
 def _stage_runs(before: dsa.Stats, after: dsa.Stats) -> tuple[StageRun, ...]:
     grown = {key: count - before.runs.get(key, 0) for key, count in after.runs.items()}
-    order = {stage: place for place, stage in enumerate(STAGES)}
+    order: dict[str, int] = {stage: place for place, stage in enumerate(STAGES)}
     rows = [StageRun(*key, runs) for key, runs in grown.items() if runs > 0]
-    return tuple(sorted(rows, key=lambda row: (order.get(row.stage, len(order)), row.backend)))  # type: ignore[call-overload]
+    return tuple(sorted(rows, key=lambda row: (order.get(row.stage, len(order)), row.backend)))
 
 
 @contextlib.contextmanager

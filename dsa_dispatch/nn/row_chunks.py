@@ -27,7 +27,7 @@ def map_rows(
     """
     if torch.compiler.is_compiling():
         return function(x, 0, *parameters)
-    result: Tensor = _MapRows.apply(function, chunk, group, x, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _MapRows.apply(function, chunk, group, x, *parameters)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ def attention_backward(
             operands = (q[piece], kv, out[piece], dout[piece], lse[piece], sink, ids[piece])
             plan = PLANS.get(
                 ("attention_backward", signature(*operands)),
-                lambda operands=operands, piece=piece: _build(dsa, operands, length[piece]),  # type: ignore[misc]
+                functools.partial(_build, dsa, operands, length[piece]),
             )
             plan.execute(
                 *operands,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,11 +64,11 @@ def _segment(rows: RowLayout, item: int, row: int, stop: int) -> Segment:
     return Segment(first + empty, stop - rows.first_row, key, columns, offset + empty, True)
 
 
-def scores_of(dsa: object, q: Tensor, k: Tensor, w: Tensor, segment: Segment) -> Tensor:
+def scores_of(dsa: Any, q: Tensor, k: Tensor, w: Tensor, segment: Segment) -> Tensor:
     """Indexer scores ``[rows, columns]`` in fp32; -inf where the causal mask forbids."""
     part = slice(segment.first, segment.last)
     keys = k[segment.key : segment.key + segment.columns]
-    result = dsa.indexer_forward_wrapper(  # type: ignore[attr-defined]
+    result = dsa.indexer_forward_wrapper(
         q[part][None],
         keys[None, :, None],
         w[part][None],

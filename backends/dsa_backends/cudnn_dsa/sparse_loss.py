@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -125,7 +126,7 @@ def _gradients(
         )
         plan = PLANS.get(
             ("indexer_backward", signature(*operands)),
-            lambda operands=operands: _build(dsa, operands),  # type: ignore[misc]
+            functools.partial(_build, dsa, operands),
         )
         # The kernel divides by the number of rows.
         plan.execute(*operands, unit, loss_coeff=float(rows), workspace=workspace_of(plan, q.device))
