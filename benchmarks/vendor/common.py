@@ -1,4 +1,4 @@
-"""What the parts of the vendor benchmark share: operands, comparison with fp64, notes, timing."""
+"""What the parts of the vendor benchmark share: operands, comparison with fp64, notes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import platform
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.testing import do_bench
 
 import dsa_dispatch
 
 SCALE = 576**-0.5
-ROUNDS = 5
 RESULTS: list[dict[str, Any]] = []
 VENDOR = {"dsa_kernel_backend": "cudnn", "dsa_kernel_fallback": "error"}
-VENDOR_WIDE = {**VENDOR, "memory_budget": 4 << 30}
 DENSE = {"dsa_kernel_backend": "torch_dense", "dsa_kernel_fallback": "error", "memory_budget": 8 << 30}
 
 
@@ -109,15 +106,6 @@ def indexer(
     k = torch.randn(keys, batch, 128, generator=make, device="cuda").bfloat16()
     w = (torch.randn(rows, batch, heads, generator=make, device="cuda") * (heads * 128) ** -0.5).to(weights)
     return q, k, w
-
-
-def bench(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median over rounds of ``do_bench`` medians, taken in turn: a card's clock drifts by several per cent."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(ROUNDS):
-        for name, function in functions.items():
-            times[name].append(float(do_bench(function, warmup=10, rep=60, return_mode="median")))
-    return {name: sorted(values)[ROUNDS // 2] for name, values in times.items()}
 
 
 def environment() -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The cuDNN and FlashMLA backends on one GPU: what they answer against fp64, then what they cost beside the kernels.
+"""The cuDNN and FlashMLA backends on one GPU: what they answer against fp64. What they cost: ``dsa-dispatch
+bench``.
 
 Run from the repository root, where the vendor packages can be imported:
-``PYTHONPATH=.:backends:$PYTHONPATH python benchmarks/vendor/h200.py --out FOLDER [--only attention,topk,loss,speed]``.
+``PYTHONPATH=.:backends:$PYTHONPATH python benchmarks/vendor/h200.py --out FOLDER [--only attention,topk,loss]``.
 ``--quick`` takes the cases that need few compiles.
 """
 
@@ -16,7 +17,6 @@ import torch
 from attentions import check_attention, check_more
 from common import RESULTS, environment, guarded, note
 from indexers import check_conformance, check_loss, check_topk
-from speed import check_speed
 
 import dsa_dispatch
 from dsa_backends.cudnn_dsa import attention_backward as cudnn_backward
@@ -32,7 +32,6 @@ PARTS = {
     "loss": check_loss,
     "more": check_more,
     "conformance": check_conformance,
-    "speed": check_speed,
 }
 
 

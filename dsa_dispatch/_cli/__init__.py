@@ -10,7 +10,18 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from dsa_dispatch._cli import check, conformance, doctor, explain, fingerprint, listing, matrix, pages, run
+from dsa_dispatch._cli import (
+    bench,
+    check,
+    conformance,
+    doctor,
+    explain,
+    fingerprint,
+    listing,
+    matrix,
+    pages,
+    run,
+)
 from dsa_dispatch.errors import DSADispatchError
 
 app = typer.Typer(
@@ -24,6 +35,7 @@ app.command("run")(run.run)
 app.command("check")(check.check)
 app.command("matrix")(matrix.matrix)
 app.command("explain")(explain.explain)
+app.command("bench")(bench.bench)
 app.command("list")(listing.list_)
 app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)

@@ -1,0 +1,1 @@
+"""What ``dsa-dispatch bench`` measures and how: cases, inputs, peers, clocks, the record and its table."""
