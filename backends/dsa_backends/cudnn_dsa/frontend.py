@@ -150,9 +150,3 @@ def knows(capability: tuple[int, int]) -> bool:
 
 def is_blackwell(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
-
-
-def forget() -> None:
-    """Look at the environment anew."""
-    _namespace.cache_clear()
-    _compiles.cache_clear()

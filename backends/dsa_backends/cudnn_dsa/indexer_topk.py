@@ -122,15 +122,6 @@ def _select(dsa: Any, scores: Tensor, last: Tensor, topk: int) -> Tensor:
     return ids
 
 
-def _from_the_front(ids: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids are ascending, so those before their row's start, taken for want of others, stand in front: step over
-    them."""
-    before = ((ids >= 0) & (ids < first)).sum(1, keepdim=True)
-    slots = torch.arange(ids.shape[1], device=ids.device)
-    source = (slots + before).clamp_(max=ids.shape[1] - 1)
-    return ids.gather(1, source), slots < valid.sum(1, keepdim=True)
-
-
 def provider() -> str:
     """What really runs. Raises ``BackendDeclined``."""
     frontend.load(frontend.INDEXER_TOPK)

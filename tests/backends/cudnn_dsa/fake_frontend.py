@@ -480,7 +480,8 @@ SYMBOLS = {
 
 
 def forget() -> None:
-    frontend.forget()
+    frontend._namespace.cache_clear()
+    frontend._compiles.cache_clear()
     attention_forward._lse_factor.cache_clear()
     PLANS.clear()
 
