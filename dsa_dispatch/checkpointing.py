@@ -56,9 +56,12 @@ def save_topk_policy(extra_ops: Iterable[torch._ops.OpOverload] = ()) -> Callabl
 def save_topk_reentrant(function: Callable[..., Any]) -> Callable[..., Any]:
     """``save_topk_policy()`` for ``checkpoint(save_topk_reentrant(function), ..., use_reentrant=True)``.
 
-    Wraps one call: its first run saves the ids, and every later one is a replay that takes them from there. So make a
-    new wrapper for each call of ``checkpoint``. The first run knows of no gradient, so the replay decides anew, with a
-    backward: keep a ``use_backend`` block around both.
+    Wraps one call: its first run, without gradients, saves the ids, and every later one is a replay that takes them
+    from there. So make a new wrapper for each call of ``checkpoint``. The first run knows of no gradient, so the replay
+    decides anew, with a backward: keep a ``use_backend`` block around both.
+
+    Raises ``ConfigError`` when a second call comes through the same wrapper, which would attend with the ids of the
+    first, and when the first run has gradients, as under ``use_reentrant=False``.
     """
     keep, replay = _eager_contexts(frozenset({library.indexer_topk}))
     entered = False
@@ -66,8 +69,22 @@ def save_topk_reentrant(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal entered
-        context, entered = replay if entered else keep, True
-        with context:
+        # Reentrant checkpointing runs a first pass without gradients and a replay with them: nothing else tells the
+        # replay of one call from the first pass of the next.
+        replaying = torch.is_grad_enabled()
+        if replaying and not entered:
+            raise ConfigError(
+                "save_topk_reentrant: the first run has gradients, so this is no reentrant checkpoint. Call "
+                "checkpoint(save_topk_reentrant(function), ..., use_reentrant=True), or with use_reentrant=False pass "
+                "context_fn=save_topk_policy()"
+            )
+        if entered and not replaying:
+            raise ConfigError(
+                "save_topk_reentrant: a second call through one wrapper, which holds the selection of the first. Make "
+                "a wrapper for each call: checkpoint(save_topk_reentrant(function), ..., use_reentrant=True)"
+            )
+        entered = True
+        with replay if replaying else keep:
             return function(*args, **kwargs)
 
     return run

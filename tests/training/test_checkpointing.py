@@ -160,6 +160,51 @@ def test_reentrant_checkpointing_whose_first_pass_has_no_grad(plain, saving):
     assert backward["indexer_topk"] == (0 if saving else SELECTIONS)
 
 
+def test_a_reentrant_wrapper_used_for_a_second_call_raises_and_does_not_attend_with_the_first_ones_ids():
+    q, k = make.normal(6, 1, 2, 8, seed=1, grad=True), make.normal(6, 1, 8, seed=2, grad=True)
+    once = save_topk_reentrant(attend)
+    value = checkpoint(once, q, k, use_reentrant=True)
+    with pytest.raises(ConfigError, match="a wrapper for each call"):
+        checkpoint(once, q * 2, k, use_reentrant=True)
+    value.backward()
+    assert q.grad is not None, "the first call is still good"
+
+
+def test_a_reentrant_wrapper_outside_reentrant_checkpointing_says_what_to_use():
+    q, k = make.normal(6, 1, 2, 8, seed=1, grad=True), make.normal(6, 1, 8, seed=2)
+    with pytest.raises(ConfigError, match=r"context_fn=save_topk_policy\(\)"):
+        checkpoint(save_topk_reentrant(attend), q, k, use_reentrant=False)
+
+
+def test_a_plain_checkpoint_inside_the_policy_selects_again():
+    """Its replay comes after the region's own, which alone has the saved ids: as docs/training.md says."""
+    q, k = make.normal(6, 1, 2, 8, seed=1, grad=True), make.normal(6, 1, 8, seed=2)
+    expected = torch.autograd.grad(attend(q, k), q)
+
+    def outer(q, k):
+        return checkpoint(attend, q, k, use_reentrant=False)
+
+    value = checkpoint(outer, q, k, use_reentrant=False, context_fn=save_topk_policy())
+    assert_runs_in_backward(value, q, expected, 1)
+
+
+def test_the_policy_on_the_inner_checkpoint_selects_nothing_again():
+    q, k = make.normal(6, 1, 2, 8, seed=1, grad=True), make.normal(6, 1, 8, seed=2)
+    expected = torch.autograd.grad(attend(q, k), q)
+
+    def outer(q, k):
+        return checkpoint(attend, q, k, use_reentrant=False, context_fn=save_topk_policy())
+
+    value = checkpoint(outer, q, k, use_reentrant=False, context_fn=save_topk_policy())
+    assert_runs_in_backward(value, q, expected, 0)
+
+
+def assert_runs_in_backward(value, leaf, expected, selections):
+    dsa.reset_stats()
+    torch.testing.assert_close(torch.autograd.grad(value, leaf), expected, rtol=1e-12, atol=1e-12)
+    assert stages_run()["indexer_topk"] == selections
+
+
 def region(x):
     return (x * 2).sin().sum()
 
