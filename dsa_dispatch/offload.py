@@ -59,15 +59,21 @@ class _Packed:
 
 
 class OffloadWindow:
-    """What ``offload_topk()`` yields: how many storages, and bytes of them, it has moved."""
+    """What ``offload_topk()`` yields: how many storages, and bytes of them, it has moved.
 
-    def __init__(self, min_bytes: int) -> None:
+    A window inside another one finds the copies that the outer one made, and the other way round; a copy counts for the
+    window that made it.
+    """
+
+    def __init__(self, min_bytes: int, outer: OffloadWindow | None = None) -> None:
         self.storages = 0
         self.bytes = 0
         self._min_bytes = min_bytes
         # Weak, so that a copy lives as long as the graphs that need it. A storage is known by a weak reference and
         # not by its address, which the next tensor may get as soon as this one is freed.
-        self._copies: weakref.WeakValueDictionary[Any, _HostCopy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[Any, _HostCopy] = (
+            weakref.WeakValueDictionary() if outer is None else outer._copies
+        )
 
     def pack(self, tensor: Tensor) -> object:
         """The tensor as it is, or what stands for it while its storage is in host memory."""
@@ -120,7 +126,7 @@ def offload_topk(min_bytes: int | str = "1MiB") -> Iterator[OffloadWindow]:
             "offload_topk inside a compiled function: the hooks would be fixed at compile time; put it around the "
             "compiled call"
         )
-    window = OffloadWindow(parse_bytes(min_bytes, "offload_topk(min_bytes)"))
+    window = OffloadWindow(parse_bytes(min_bytes, "offload_topk(min_bytes)"), WINDOW.get())
     token = WINDOW.set(window)
     try:
         with torch.autograd.graph.saved_tensors_hooks(window.pack, unpack):

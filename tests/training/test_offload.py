@@ -42,6 +42,28 @@ def test_ids_shared_by_layers_make_one_copy_and_give_the_same_gradients():
     torch.testing.assert_close(torch.autograd.grad(value, (q, k)), expected, rtol=0, atol=0)
 
 
+def test_a_window_inside_another_makes_no_second_copy():
+    q, k, ids = operands()
+    expected = torch.autograd.grad(attend(q, k, ids) * 3, (q, k))
+    with offload_topk(ids.nbytes) as outer:
+        value = attend(q, k, ids)
+        with offload_topk(ids.nbytes) as inner:
+            value = value + attend(q, k, ids)
+        value = value + attend(q, k, ids)
+    assert (outer.storages, inner.storages) == (1, 0)
+    torch.testing.assert_close(torch.autograd.grad(value, (q, k)), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_copy_made_inside_serves_the_window_around_it():
+    q, k, ids = operands()
+    with offload_topk(ids.nbytes) as outer:
+        with offload_topk(ids.nbytes) as inner:
+            value = attend(q, k, ids)
+        value = value + attend(q, k, ids)
+    assert (outer.storages, inner.storages) == (0, 1)
+    value.backward()
+
+
 def test_the_graph_no_longer_holds_the_ids_it_saved():
     q, k, ids = operands()
     storage = torch.multiprocessing.reductions.StorageWeakRef(ids.untyped_storage())
