@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dsa_dispatch._operations.attention import run_fused_absorbed_sparse_attention
+from dsa_dispatch._operations.validate import check_coefficient
 from dsa_dispatch.errors import InvalidInputError
+from dsa_dispatch.nn.checks import check_sizes
 from dsa_dispatch.nn.indexer import Indexer, Selection, Teacher
 
 
@@ -17,6 +19,7 @@ class HeadLinear(nn.Module):
 
     def __init__(self, heads: int, inputs: int, outputs: int) -> None:
         super().__init__()
+        check_sizes("HeadLinear", heads=heads, inputs=inputs, outputs=outputs)
         self.weight = nn.Parameter(torch.randn(heads, outputs, inputs) * inputs**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +38,8 @@ class AbsorbedSparseAttention(nn.Module):
 
     All heads share one key per token, ``[latent, rope]``, whose first ``latent`` channels are the value as well.
     ``indexer`` is None in a layer that only attends with the selection of another one. ``softmax_scale`` is that of the
-    unabsorbed heads, ``(nope + rope) ** -0.5``: from the absorbed width it would be wrong.
+    unabsorbed heads, ``(nope + rope) ** -0.5``: from the absorbed width it would be wrong. Raises ``ConfigError`` for
+    sizes below 1.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class AbsorbedSparseAttention(nn.Module):
         indexer: Indexer | None = None,
     ) -> None:
         super().__init__()
+        check_sizes("AbsorbedSparseAttention", heads=heads, nope=nope, latent=latent, v_head=v_head)
         self.v_channels = latent
         self.softmax_scale = softmax_scale
         self.key_up = HeadLinear(heads, nope, latent)
@@ -77,7 +82,8 @@ class AbsorbedSparseAttention(nn.Module):
 
         Attends with ``shared`` where it is given, and then runs no indexer; else with what the indexer selects from
         ``hidden``, ``query_latent`` and ``angles`` (see ``Indexer.forward``), with its loss where ``loss_coeff`` is
-        above 0. Raises ``InvalidInputError`` when there is neither a selection nor what one is made from.
+        above 0. Raises ``InvalidInputError`` when there is neither a selection nor what one is made from, and for a
+        ``loss_coeff`` below 0.
         """
         query, key = self.key_up(query_nope), latent
         if (query_rope is None) != (key_rope is None):
@@ -95,7 +101,7 @@ class AbsorbedSparseAttention(nn.Module):
                     "indexer its hidden and query_latent"
                 )
             teacher = None
-            if loss_coeff > 0:
+            if check_coefficient(loss_coeff) > 0:
                 teacher = Teacher(query, key, self.softmax_scale, loss_coeff, sparse_loss)
             selection = self.indexer(
                 hidden, query_latent, angles, teacher=teacher, starts=starts, ends=ends, config=config

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._operations.indexer import run_fused_qk_topk, run_fused_qk_topk_with_loss
 from dsa_dispatch.errors import ConfigError, InvalidInputError
+from dsa_dispatch.nn.checks import check_rope, check_sizes
 from dsa_dispatch.nn.keys import IndexKey, PooledIndexKey
 from dsa_dispatch.nn.pools import expand_pools, pool_ends
 from dsa_dispatch.nn.rope import Rope, rotate
@@ -49,7 +50,7 @@ class Indexer(nn.Module):
     rotates nothing. With ``pool`` above 1 it scores complete pools of that many neighbouring keys, keeps
     ``topk // pool`` of them and adds the row's incomplete pool (GLM-5.3-Flash): the width is ``topk + pool - 1``.
     The Hadamard rotation some models apply to q and k leaves their products as they are, and is left out.
-    Raises ``ConfigError`` for sizes that do not fit.
+    Raises ``ConfigError`` for sizes that do not fit or are below 1, and for an unknown ``rope``.
     """
 
     def __init__(
@@ -66,11 +67,21 @@ class Indexer(nn.Module):
         row_chunk: int = 4096,
     ) -> None:
         super().__init__()
+        check_sizes(
+            "Indexer",
+            hidden=hidden,
+            query_rank=query_rank,
+            heads=heads,
+            channels=channels,
+            topk=topk,
+            pool=pool,
+        )
+        check_rope("Indexer", rope)
         if rope is not None and pool > 1:
             raise ConfigError(
                 f"Indexer: got rope {rope!r} and pool {pool}; keys of pools have no position to rotate by"
             )
-        if pool < 1 or topk % pool:
+        if topk % pool:
             raise ConfigError(f"Indexer: topk {topk} is not a multiple of pool {pool}")
         self.heads, self.channels, self.topk = heads, channels, topk
         self.rope, self.pool, self.use_relu = rope, pool, use_relu

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch.nn.checks import check_rope, check_sizes
 from dsa_dispatch.nn.rope import Rope, rotate
 from dsa_dispatch.nn.row_chunks import map_rows
 
@@ -15,7 +16,7 @@ class IndexKey(nn.Module):
     """``rotate(LayerNorm(hidden @ weight.T))``, shared by all heads of the indexer (DeepSeek-V3.2).
 
     The parameters are this module's own and not a Linear's and a LayerNorm's: a hook that gathers them runs once per
-    pass, whatever the number of chunks.
+    pass, whatever the number of chunks. Raises ``ConfigError`` for sizes below 1 and an unknown ``rope``.
     """
 
     def __init__(
@@ -28,6 +29,8 @@ class IndexKey(nn.Module):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
+        check_sizes("IndexKey", hidden=hidden, channels=channels, row_chunk=row_chunk)
+        check_rope("IndexKey", rope)
         self.rope = rope
         self.row_chunk = row_chunk
         self.eps = eps
@@ -62,6 +65,7 @@ class PooledIndexKey(IndexKey):
     def __init__(
         self, hidden: int, channels: int, pool: int, *, row_chunk: int = 4096, eps: float = 1e-6
     ) -> None:
+        check_sizes("PooledIndexKey", pool=pool, row_chunk=row_chunk)
         super().__init__(hidden, channels, row_chunk=max(row_chunk // pool, 1) * pool, eps=eps)
         self.pool = pool
         self.gate_weight = nn.Parameter(torch.randn(channels, hidden) * hidden**-0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsa_dispatch._operations.validate import check_count
 from dsa_dispatch.nn.row_chunks import slices
 
 
@@ -29,8 +30,11 @@ def expand_pools(
 
     ``pools [b, s, chosen]`` with ``counts [b, s]`` is a selection among pools, valid ids first. Each row's incomplete
     pool, up to ``pool - 1`` keys that stand between its last complete pool and itself, follows the chosen ones, and -1
-    the last of them. For 512 pools of 4 keys the width is 2051. Made in row chunks into one buffer.
+    the last of them. For 512 pools of 4 keys the width is 2051. Made in row chunks into one buffer. Raises
+    ``InvalidInputError`` for a ``pool`` or ``row_chunk`` below 1.
     """
+    check_count("expand_pools: pool", pool)
+    check_count("expand_pools: row_chunk", row_chunk)
     batch, rows, chosen = pools.shape
     ends = key_ends(rows, keys, pools.device)
     if torch.compiler.is_compiling():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch.errors import InvalidInputError
 
 Rope = Literal["half_split", "interleaved"]
 """A pair is channel ``p`` with ``p + r / 2`` (DeepSeek-V3.2's indexer), or two neighbours (GLM-5's)."""
@@ -25,8 +26,10 @@ def rotate(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
     stay.
 
     Computed in fp32 (fp64), returned in x's dtype. The conventions differ by a permutation of channels, so a query and
-    its key need the same one.
+    its key need the same one. Raises ``InvalidInputError`` for a convention that is neither.
     """
+    if rope not in get_args(Rope):
+        raise InvalidInputError(f"rotate: rope: got {rope!r}, expected 'half_split' or 'interleaved'")
     turning, still = x[..., : 2 * angles.shape[-1]], x[..., 2 * angles.shape[-1] :]
     between = x.dim() - angles.dim()
     angles = angles.reshape(*angles.shape[:-1], *[1] * between, angles.shape[-1])

@@ -251,6 +251,17 @@ def test_a_layer_of_the_modules_compiles_to_one_graph_for_every_length(layer):
     [
         (lambda: dsann.Indexer(8, 8, heads=1, channels=8, topk=6, pool=4), "not a multiple"),
         (lambda: dsann.Indexer(8, 8, heads=1, channels=8, topk=8, pool=4, rope="interleaved"), "no position"),
+        (lambda: dsann.Indexer(8, 8, heads=0, channels=8, topk=8), "Indexer: heads: got 0"),
+        (lambda: dsann.Indexer(8, 8, heads=1, channels=8, topk=0), "Indexer: topk: got 0"),
+        (lambda: dsann.Indexer(8, 8, heads=1, channels=8, topk=8, pool=0), "Indexer: pool: got 0"),
+        (lambda: dsann.Indexer(8, 8, heads=1, channels=8, topk=8, row_chunk=0), "row_chunk: got 0"),
+        (lambda: dsann.Indexer(8, 8, heads=1, channels=8, topk=8, rope="interleave"), "mean 'interleaved'"),
+        (lambda: dsann.IndexKey(8, 8, rope="neox"), "rope: got 'neox', expected 'half_split' or"),
+        (lambda: dsann.IndexKey(8, 2.0), "IndexKey: channels: got 2.0"),
+        (lambda: dsann.PooledIndexKey(8, 8, 0), "pool: got 0"),
+        (lambda: dsann.PooledIndexKey(8, 8, 4, row_chunk=0), "row_chunk: got 0"),
+        (lambda: dsann.HeadLinear(0, 8, 8), "HeadLinear: heads: got 0"),
+        (lambda: dsann.AbsorbedSparseAttention(1, 4, 0, 4, softmax_scale=1.0), "latent: got 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_a_config_error(build, error):
@@ -268,6 +279,21 @@ def test_what_a_module_cannot_mean_is_an_invalid_input():
     core = dsann.AbsorbedSparseAttention(1, 4, 8, 4, softmax_scale=0.5)
     with pytest.raises(InvalidInputError, match="no selection to share"):
         core(torch.randn(5, 1, 1, 4), None, x, None)
+    core = dsann.AbsorbedSparseAttention(
+        1, 4, 8, 4, softmax_scale=0.5, indexer=dsann.Indexer(8, 8, heads=1, channels=8, topk=4)
+    )
+    with pytest.raises(InvalidInputError, match=r"loss_coeff: got -0.1"):
+        core(torch.randn(5, 1, 1, 4), None, x, None, hidden=x, query_latent=x, loss_coeff=-0.1)
+    with pytest.raises(InvalidInputError, match="rope: got 'neox'"):
+        dsann.rotate(x, torch.zeros(5, 4), "neox")
+
+
+@pytest.mark.parametrize("size", ["pool", "row_chunk"])
+def test_pools_are_not_expanded_in_chunks_of_nothing(size):
+    """A chunk below one row would fill no row of the result, which is memory that nobody wrote."""
+    pools, counts = torch.zeros(1, 5, 2, dtype=torch.int32), torch.ones(1, 5, dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match=f"expand_pools: {size}: got 0"):
+        dsann.expand_pools(pools, counts, 20, **{"pool": 4, "row_chunk": 4, size: 0})
 
 
 def test_a_sequence_of_no_rows_goes_through():
