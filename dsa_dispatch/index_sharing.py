@@ -25,7 +25,8 @@ class IndexShareSchedule:
     attends with the selection of the nearest computing layer before it. ``mtp_depths`` logical layers for multi-token
     prediction follow, numbered ``layers``, ``layers + 1``, …: with ``mtp_indices="own"`` the first selects and the
     others reuse its selection, with ``"main"`` all reuse that of the last computing layer.
-    Raises ``ConfigError`` when a layer would have nobody to share with.
+    Both may be given as any sequence of integers; they are kept as tuples. Raises ``ConfigError`` for anything else,
+    and when a layer would have nobody to share with.
     """
 
     layers: int
@@ -35,6 +36,10 @@ class IndexShareSchedule:
     mtp_indices: MtpIndices = "own"
 
     def __post_init__(self) -> None:
+        for name in ("layers", "mtp_depths"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), "an int"))
+        for name in ("computing", "sparse"):
+            object.__setattr__(self, name, _layer_numbers(name, getattr(self, name)))
         if self.layers < 1 or self.mtp_depths < 0:
             raise ConfigError(
                 f"index sharing: got {self.layers} layers and {self.mtp_depths} MTP depths, expected at least 1 and 0"
@@ -65,11 +70,12 @@ class IndexShareSchedule:
         ``sparse`` defaults to all layers. The list is what to prefer: the rule behind it is read differently by each
         framework.
         """
-        entries = list(computing)
+        layers = _integer("layers", layers, "an int")
+        entries = list(_sequence("computing", computing))
         words = [entry for entry in entries if isinstance(entry, str)]
         return cls(
             layers,
-            _full_layers(words, layers) if words else tuple(_layer_number(entry) for entry in entries),
+            _full_layers(words, layers) if words else tuple(entries),
             tuple(range(layers)) if sparse is None else tuple(sparse),
             mtp_depths,
             mtp_indices,
@@ -141,7 +147,7 @@ class IndexShareSchedule:
     def _from_rule(
         cls, layers: int, selects: Callable[[int], bool], mtp_depths: int, mtp_indices: MtpIndices
     ) -> IndexShareSchedule:
-        everyone = tuple(range(layers))
+        everyone = tuple(range(_integer("layers", layers, "an int")))
         return cls(layers, tuple(filter(selects, everyone)), everyone, mtp_depths, mtp_indices)
 
     @property
@@ -177,6 +183,7 @@ class IndexShareSchedule:
         ``layers_per_stage`` counts the main layers of each stage, in order; with interleaved stages those of each
         model chunk. Multi-token prediction stands on the last stage.
         """
+        layers_per_stage = _layer_numbers("layers_per_stage", layers_per_stage)
         if sum(layers_per_stage) != self.layers or any(count < 0 for count in layers_per_stage):
             raise ConfigError(
                 f"layers_per_stage: got {list(layers_per_stage)}, in sum {sum(layers_per_stage)} layers; this "
@@ -203,6 +210,7 @@ class IndexShareSchedule:
 
 
 def _check_rule(freq: int, offset: int) -> None:
+    freq, offset = _integer("freq", freq, "an int"), _integer("offset", offset, "an int")
     if freq < 1 or offset < 0:
         raise ConfigError(
             f"index sharing: got freq {freq} and offset {offset}, expected at least 1 and at least 0"
@@ -233,12 +241,20 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers) or "none"
 
 
-def _layer_number(entry: Any) -> int:
-    """A layer number of any integer type; what is none would otherwise be a layer that silently does not select."""
+def _sequence(name: str, entries: Any) -> Iterable[Any]:
+    if not isinstance(entries, Iterable):
+        raise ConfigError(f"{name}: got {entries!r} ({type(entries).__name__}), expected layer numbers")
+    return entries
+
+
+def _layer_numbers(name: str, entries: Any) -> tuple[int, ...]:
+    wanted = "layer numbers, or in explicit() one of 'full' and 'shared' per layer"
+    return tuple(_integer(name, entry, wanted) for entry in _sequence(name, entries))
+
+
+def _integer(name: str, value: Any, wanted: str) -> int:
+    """An int of any integer type; what is none would otherwise be a layer that silently does not select."""
     try:
-        return operator.index(entry)
+        return operator.index(value)
     except TypeError:
-        raise ConfigError(
-            f"computing layers: got {entry!r} ({type(entry).__name__}), expected layer numbers, or one of 'full' and "
-            f"'shared' per layer"
-        ) from None
+        raise ConfigError(f"{name}: got {value!r} ({type(value).__name__}), expected {wanted}") from None

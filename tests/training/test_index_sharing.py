@@ -118,11 +118,25 @@ def test_a_pipeline_split_between_a_selection_and_its_use_is_refused_with_the_cu
         (lambda: IndexShareSchedule.explicit(0, [0]), "0 layers"),
         (lambda: IndexShareSchedule.explicit(2, [0], mtp_indices="other"), "mtp_indices"),
         (lambda: IndexShareSchedule.from_megatron(4, 0), "freq 0"),
+        (lambda: IndexShareSchedule.from_transformers(4, 1.5), "freq: got 1.5"),
+        (lambda: IndexShareSchedule.from_megatron(4.0), "layers: got 4.0"),
+        (lambda: IndexShareSchedule.explicit(None, [0]), "layers: got None"),
+        (lambda: IndexShareSchedule.explicit(4, None), "computing: got None"),
+        (lambda: IndexShareSchedule(4, (0, 1.5), (0, 1, 2, 3)), r"computing: got 1.5 \(float\)"),
+        (lambda: IndexShareSchedule(4, (0,), None), "sparse: got None"),
+        (lambda: IndexShareSchedule(4, (0,), (0,), mtp_depths=None), "mtp_depths: got None"),
+        (lambda: IndexShareSchedule.explicit(4, [0]).check_pipeline([2, 2.0]), "layers_per_stage: got 2.0"),
     ],
 )
 def test_a_schedule_that_cannot_be_meant_is_a_config_error(build, error):
     with pytest.raises(ConfigError, match=error):
         build()
+
+
+def test_a_schedule_made_of_lists_is_the_one_made_of_tuples():
+    made = IndexShareSchedule(torch.tensor(4), [0, torch.tensor(2)], [0, 1, 2, 3])
+    assert made == IndexShareSchedule(4, (0, 2), (0, 1, 2, 3))
+    assert len({made, IndexShareSchedule(4, (0, 2), (0, 1, 2, 3))}) == 1
 
 
 SCHEDULE = IndexShareSchedule.explicit(4, [0, 2], mtp_depths=2)
@@ -164,5 +178,5 @@ def test_micro_batches_in_flight_at_once_never_mix(policy):
 
 @pytest.mark.parametrize("entry", [2.0, None])
 def test_a_layer_that_is_no_number_is_refused_and_never_dropped(entry):
-    with pytest.raises(ConfigError, match="computing layers: got"):
+    with pytest.raises(ConfigError, match="computing: got"):
         IndexShareSchedule.explicit(4, [0, entry])
