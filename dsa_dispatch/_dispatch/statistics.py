@@ -7,7 +7,10 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from dsa_dispatch._policy.values import nearest
 from dsa_dispatch._runtime import current
+from dsa_dispatch._stages import GROUP_STAGES, OPERATION_GROUPS, STAGES
+from dsa_dispatch.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,15 @@ class Stats:
         return type(self), tuple(dict(getattr(self, entry.name)) for entry in fields(self))
 
     def ran(self, stage: str) -> dict[str, int]:
-        """Backend to number of runs of one stage."""
+        """Backend to number of runs of one stage. Raises ``InvalidInputError`` for what is no stage."""
+        if stage not in STAGES:
+            parts = OPERATION_GROUPS.get(stage, ())
+            made_of = ", ".join(name for group in parts for name in GROUP_STAGES[group])
+            raise InvalidInputError(
+                f"Stats.ran: {stage!r} is an operation, made of the stages {made_of}"
+                if made_of
+                else f"Stats.ran: unknown stage {stage!r}. Stages: {', '.join(STAGES)}.{nearest(stage, STAGES)}"
+            )
         counts: dict[str, int] = {}
         for (name, backend, _), count in self.runs.items():
             if name == stage:

@@ -16,7 +16,7 @@ from dsa_dispatch._dispatch.table import Request, parse_request
 from dsa_dispatch._operations.public import OPERATIONS
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import OPERATION_GROUPS
-from dsa_dispatch.errors import NoBackendError
+from dsa_dispatch.errors import InvalidInputError, NoBackendError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 ATTENTION = "run_fused_absorbed_sparse_attention"
@@ -183,6 +183,20 @@ def test_a_call_that_nobody_serves_is_asked_anew():
                 run_attention()
         register_backend(FakeBackend("fake").spec)
         run_attention()
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("attention_foward", "Did you mean 'attention_forward'?"),
+        ("typo", "Stages: indexer_topk, indexer_target"),
+        ("run_fused_qk_topk_with_loss", "made of the stages indexer_topk, indexer_target, indexer_loss"),
+    ],
+)
+def test_asking_what_ran_of_no_stage_is_an_error_and_not_nothing(word, text):
+    with pytest.raises(InvalidInputError) as caught:
+        dsa_dispatch.stats().ran(word)
+    assert text in str(caught.value)
 
 
 def test_statistics_are_frozen_and_reset(registry):
