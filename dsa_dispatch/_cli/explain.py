@@ -12,6 +12,7 @@ import torch
 import typer
 
 from dsa_dispatch._call import DeviceInfo
+from dsa_dispatch._cli.dtypes import dtype_of
 from dsa_dispatch._cli.output import Format, emit
 from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._operations.public import explain as explain_call
@@ -34,7 +35,9 @@ def explain(
     keys: Annotated[int | None, typer.Option(min=0, help="Keys; default: as many as rows.")] = None,
     batch: Annotated[int, typer.Option(min=0)] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks the heads are divided over.")] = 1,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32 or float64; bf16, fp16, fp32, fp64.")
+    ] = "bfloat16",
     training: Annotated[
         bool, typer.Option(help="With gradients, so that backward stages are decided too.")
     ] = True,
@@ -68,7 +71,7 @@ def explain(
                 batch=batch,
                 tensor_parallel=tp,
                 training=training,
-                dtype=dtype,
+                dtype=dtype_of(dtype),
                 device=kind,
             ),
             deterministic=deterministic,

@@ -34,6 +34,13 @@ def test_text_names_the_call_the_backend_and_the_policy(registry):
     assert "dsa_kernel_fallback = next (from default)" in done.stdout
 
 
+@pytest.mark.parametrize("short", ["bf16", "fp16", "fp32", "fp64"])
+def test_a_type_may_be_given_as_the_tables_print_it(registry, short):
+    name = explained(TOPK, "--dtype", short)["call"]["dtype"]
+    assert (name[0], name[-2:]) == (short[0], short[-2:])
+    assert explained(TOPK, "--dtype", name)["call"]["dtype"] == name
+
+
 def test_markdown_is_a_table_per_stage(registry):
     done = invoke("explain", TOPK, "--format", "markdown")
     assert done.exit_code == 0
