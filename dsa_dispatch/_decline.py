@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,6 +53,10 @@ class Decline:
     def __str__(self) -> str:
         text = f"{self.code} {self.field}: got {self.got}, supports {self.supported}."
         return f"{text} {self.hint}" if self.hint else text
+
+    def without_hint(self) -> Decline:
+        """For a text that gives the hints of many declines once, at its end."""
+        return dataclasses.replace(self, hint="")
 
     def to_json(self) -> dict[str, str]:
         return {

@@ -58,6 +58,7 @@ def doctor(
     )
     details: list[str] = []
     mismatches: list[str] = []
+    missing: list[str] = []
     for entry in runtime.snapshot.ranked():
         for stage, spec in entry.spec.stages.items():
             for device in available_devices():
@@ -65,10 +66,13 @@ def doctor(
                 table.add_row(entry.spec.name, stage, str(device), escape(state))
                 if detail:
                     details.append(f"{entry.spec.name} {stage} on {device}, {entry.origin}:\n{detail}")
+        missing += _missing(entry)
         mismatch = _api_mismatch(entry)
         if mismatch:
             mismatches.append(f"backend {entry.spec.name!r}, {entry.origin}: {mismatch}")
     console.print(table)
+    for line in missing:
+        console.print(line, markup=False)
     for mismatch in mismatches:
         console.print(mismatch, markup=False)
     if tracebacks:
@@ -120,6 +124,14 @@ def _api_mismatch(entry: Registered) -> str:
     return "; ".join(str(decline) for decline in declines if decline.code == DeclineCode.API_MISMATCH)
 
 
+def _missing(entry: Registered) -> list[str]:
+    """What the stages of a backend miss, each said once, then how to get it."""
+    declines = [why for stage in entry.spec.stages for why in installation_declines(entry.spec, stage)]
+    shown = [why for why in declines if why.code is not DeclineCode.API_MISMATCH]
+    lines = [f"{entry.spec.name}: {why.without_hint()}" for why in shown]
+    return list(dict.fromkeys([*lines, *(f"  {why.hint.removesuffix('.')}" for why in shown if why.hint)]))
+
+
 def _state(
     entry: Registered, stage: Stage, device: torch.device, devices: frozenset[str] | None
 ) -> tuple[str, str]:
@@ -128,7 +140,7 @@ def _state(
     spec = entry.spec
     missing = installation_declines(spec, stage)
     if missing:
-        return "; ".join(str(decline) for decline in missing), ""
+        return ", ".join(dict.fromkeys(decline.code.value for decline in missing)), ""
     if devices is not None and device.type not in devices:
         return f"not for {device.type}", ""
     found = probe(runtime, spec, stage, device)

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from dsa_dispatch._cli.output import emit
+from dsa_dispatch._dispatch.decision import settings_on
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.table import policy_of
 from dsa_dispatch._runtime import current
@@ -29,7 +30,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": info.name,
         "compute_capability": list(info.compute_capability) if info.compute_capability else None,
-        "settings": {setting.name: [setting.value, setting.source] for setting in policy.settings},
+        "settings": {setting.name: [setting.value, setting.source] for setting in settings_on(info, policy)},
     }
 
 

@@ -33,8 +33,14 @@ def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable."
         title="Backends, in the order of auto",
     )
     for info in backends:
-        state = "yes" if info.installed else "no: " + "; ".join(info.missing)
-        table.add_row(info.name, str(info.rank), escape(state), ", ".join(info.stages), info.origin)
+        state = "yes" if info.installed else "no"
+        table.add_row(info.name, str(info.rank), state, ", ".join(info.stages), escape(info.origin))
     console = Console()
     console.print(table)
+    for info in backends:
+        for line in [
+            *(f"{info.name}: {reason}" for reason in info.missing),
+            *(f"  {how}" for how in info.install),
+        ]:
+            emit(line)
     console.print("presets: " + ", ".join(preset_names()))

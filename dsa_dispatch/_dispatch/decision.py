@@ -6,10 +6,10 @@ import dataclasses
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from dsa_dispatch._call import CallSpec, DeviceInfo
-from dsa_dispatch._decline import Decline
+from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._dispatch.check import (
     GROUPED_STAGES,
     INDEXED_STAGES,
@@ -17,10 +17,14 @@ from dsa_dispatch._dispatch.check import (
     Legalization,
     has_width,
 )
-from dsa_dispatch._policy.policy import Policy
+from dsa_dispatch._dispatch.device import default_budget
+from dsa_dispatch._policy.policy import Policy, Setting
 from dsa_dispatch._stages import Stage
 
 Status = Literal["chosen", "declined", "not needed"]
+
+INSTALLATION: Final = frozenset({DeclineCode.NOT_INSTALLED, DeclineCode.VERSION})
+"""Their hints are commands, the same at every stage: a text gives them once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,14 @@ class Candidate:
     provider: str = ""
     verified: str = ""
 
-    def line(self) -> str:
+    def line(self, *, commands: bool = True) -> str:
+        """In one line. ``commands=False`` leaves out how to install what is missing."""
         if self.status == "declined":
-            return f"{self.backend}: " + " | ".join(str(decline) for decline in self.declines)
+            shown = [
+                decline if commands or decline.code not in INSTALLATION else decline.without_hint()
+                for decline in self.declines
+            ]
+            return f"{self.backend}: " + " | ".join(map(str, shown))
         name = f"{self.backend} ({self.provider})" if self.provider else self.backend
         steps = ", ".join(self.legalization.steps()) if self.legalization else ""
         return f"{name}: {self.status}" + (f", after {steps}" if steps else "")
@@ -87,11 +96,12 @@ class Decision:
         for entry in self.stages:
             chosen = entry.chosen
             lines.append(f"{entry.stage}: {chosen.backend if chosen else 'NO BACKEND'}")
-            lines.extend(f"  - {candidate.line()}" for candidate in entry.candidates)
+            lines.extend(f"  - {candidate.line(commands=False)}" for candidate in entry.candidates)
             if chosen and entry.auto_choice not in (None, chosen.backend):
                 lines.append(f"  (auto would ask {entry.auto_choice} first)")
             if entry.hint:
                 lines.append(f"  {entry.hint}")
+        lines.extend(self.commands())
         lines.extend(self.faults)
         lines.append("policy:")
         lines.extend(
@@ -108,8 +118,9 @@ class Decision:
         ]
         for entry in self.stages:
             for candidate in entry.candidates:
-                outcome = candidate.line().partition(": ")[2].replace("|", "\\|")
+                outcome = candidate.line(commands=False).partition(": ")[2].replace("|", "\\|")
                 rows.append(f"| {entry.stage} | {candidate.backend} | {outcome} |")
+        rows += [line for command in self.commands() for line in ("", command)]
         rows += ["", "| setting | value | from |", "|---|---|---|"]
         rows += [f"| {setting.name} | {setting.value} | {setting.source} |" for setting in self._settings()]
         return "\n".join(rows)
@@ -149,16 +160,37 @@ class Decision:
             "policy": [dataclasses.asdict(setting) for setting in self._settings()],
         }
 
+    def commands(self) -> tuple[str, ...]:
+        """How to install what a backend misses, once per backend, without a period, to be copied."""
+        found = [
+            f"To install {candidate.backend}: {decline.hint.removesuffix('.')}"
+            for entry in self.stages
+            for candidate in entry.candidates
+            for decline in candidate.declines
+            if decline.code in INSTALLATION and decline.hint
+        ]
+        return tuple(dict.fromkeys(found))
+
     def _asked(self) -> str:
         return describe_call(self.call, self.device, [entry.stage for entry in self.stages])
 
-    def _settings(self) -> list[Any]:
+    def _settings(self) -> list[Setting]:
         stages = {f"dsa_kernel_backend[{entry.stage}]" for entry in self.stages}
         return [
             setting
-            for setting in self.policy.settings
+            for setting in settings_on(self.device, self.policy)
             if not setting.name.startswith("dsa_kernel_backend[") or setting.name in stages
         ]
+
+
+def settings_on(device: DeviceInfo, policy: Policy) -> tuple[Setting, ...]:
+    """The settings in force, with the memory budget that the default comes to on this device."""
+    return tuple(
+        dataclasses.replace(setting, value=str(default_budget(device)))
+        if setting.name == "memory_budget" and policy.memory_budget is None
+        else setting
+        for setting in policy.settings
+    )
 
 
 def describe_call(call: CallSpec, device: DeviceInfo, stages: Collection[Stage]) -> str:

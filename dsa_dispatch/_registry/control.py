@@ -14,7 +14,7 @@ from dsa_dispatch._runtime import current
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """A registered backend, as far as metadata tells. ``missing`` are the reasons why none of its stages can run
-    here."""
+    here, ``install`` how to mend that, without a period, to be copied."""
 
     name: str
     version: str
@@ -23,6 +23,7 @@ class BackendInfo:
     origin: str
     doc: str
     missing: tuple[str, ...]
+    install: tuple[str, ...] = ()
 
     @property
     def installed(self) -> bool:
@@ -45,14 +46,19 @@ def list_backends() -> tuple[BackendInfo, ...]:
     for entry in current().snapshot.ranked():
         spec = entry.spec
         reasons = [installation_declines(spec, stage) for stage in spec.stages]
-        missing = (
-            tuple(dict.fromkeys(str(decline) for reason in reasons for decline in reason))
-            if all(reasons)
-            else ()
-        )
+        declines = [decline for reason in reasons for decline in reason] if all(reasons) else []
         infos.append(
             BackendInfo(
-                spec.name, spec.version, spec.rank, tuple(spec.stages), entry.origin, spec.doc, missing
+                spec.name,
+                spec.version,
+                spec.rank,
+                tuple(spec.stages),
+                entry.origin,
+                spec.doc,
+                missing=tuple(dict.fromkeys(str(decline.without_hint()) for decline in declines)),
+                install=tuple(
+                    dict.fromkeys(decline.hint.removesuffix(".") for decline in declines if decline.hint)
+                ),
             )
         )
     return tuple(infos)

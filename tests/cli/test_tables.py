@@ -11,6 +11,7 @@ from conformance import faults
 
 import dsa_dispatch as dsa
 from dsa_dispatch._cli.matrix import PAGE
+from dsa_dispatch._stages import STAGES
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 
@@ -57,7 +58,12 @@ def test_list_shows_who_is_registered_and_what_is_missing():
     entries = {entry["name"]: entry for entry in document["backends"]}
     assert entries["torch_dense"]["installed"] is True
     assert entries["elsewhere"]["installed"] is False
-    assert "nobody-has-this" in entries["elsewhere"]["missing"][0]
+    assert entries["elsewhere"]["missing"] == [
+        "NOT_INSTALLED package nobody-has-this: got not installed, supports >=2."
+    ]
+    assert entries["elsewhere"]["install"] == ["pip install 'nobody-has-this>=2'"]
+    for line in (f"elsewhere: {entries['elsewhere']['missing'][0]}", "  pip install 'nobody-has-this>=2'"):
+        assert line in shown.stdout.splitlines(), "one line each, to be copied"
     assert "quickstart" in document["presets"]
 
 
@@ -69,6 +75,17 @@ def test_doctor_tests_every_stage_and_names_the_environment():
     (row,) = [line for line in done.stdout.splitlines() if " fake " in line and " cpu " in line]
     assert "ready" in row
     assert "DSA_KERNEL_BACKEND" in done.stdout
+
+
+def test_doctor_says_once_what_all_stages_of_a_backend_miss():
+    names = [f"package-{number}-that-nobody-has" for number in range(3)]
+    packages = tuple(dsa.Requirement(name, name.replace("-", "_")) for name in names)
+    with isolated_registry(FakeBackend("bare", packages=packages).spec, installed=True):
+        lines = invoke("doctor").stdout.splitlines()
+    assert sum("NOT_INSTALLED" in line and " bare " in line for line in lines) == len(STAGES)
+    (reason,) = [line for line in lines if line.startswith("bare: ")]
+    assert all(name in reason for name in names)
+    assert lines.count("  pip install " + " ".join(f"'{name}'" for name in names)) == 1
 
 
 def test_doctor_shows_the_traceback_of_a_failure_unless_told_not_to():
@@ -99,6 +116,7 @@ def test_fingerprint_depends_on_the_registry_and_shows_settings_with_their_sourc
     shown = invoke("fingerprint")
     assert f"registry: {first['registry']}" in shown.stdout
     assert "dsa_kernel_fallback = error (from environment)" in shown.stdout
+    assert first["settings"]["memory_budget"][0].isdecimal(), "what the default comes to on this device"
     dsa.register_backend(FakeBackend("another").spec)
     assert json.loads(invoke("fingerprint", "--json").stdout)["registry"] != first["registry"]
 

@@ -352,6 +352,27 @@ def test_the_text_names_everyone_with_steps_reasons_and_sources(decision):
     assert "  dsa_kernel_fallback = next (from config)" in str(decision).splitlines()
 
 
+def test_a_command_to_install_is_given_once_for_all_stages():
+    packages = (Requirement("first-dist", "no_first", ">=2"), Requirement("second-dist", "no_second"))
+    call = CallSpec("run_fused_absorbed_sparse_attention", needs_grad=frozenset({"query"}))
+    with isolated_registry(FakeBackend("bare", packages=packages).spec):
+        decision = dsa_dispatch.explain(call.operation, call=call)
+    for text in (decision.to_text(), decision.to_markdown()):
+        assert text.count("NOT_INSTALLED packages first-dist, second-dist: got not installed") == 2
+        assert text.count("pip install") == 1
+        assert "To install bare: pip install 'first-dist>=2' 'second-dist'" in text.splitlines()
+
+
+@pytest.mark.parametrize(("memory", "budget"), [(0, 1 << 30), (80 << 30, 1 << 30), (8 << 30, 1 << 29)])
+def test_the_policy_shows_what_the_default_budget_comes_to_on_the_device(registry, memory, budget):
+    call = CallSpec("run_fused_qk_topk", device="cuda")
+    device = DeviceInfo("cuda", "a GPU", (9, 0), memory, 1 << 17)
+    text = dsa_dispatch.explain(call.operation, call=call, device=device).to_text()
+    assert f"memory_budget = {budget} (from min(1 GiB, device memory / 16))" in text
+    mine = dsa_dispatch.explain(call.operation, {"memory_budget": 77}, call=call, device=device)
+    assert "memory_budget = 77 (from config)" in mine.to_text()
+
+
 def test_the_markdown_is_a_table_with_its_bars_escaped(decision):
     lines = decision.to_markdown().splitlines()
     assert "| stage | backend | outcome |" in lines

@@ -213,10 +213,10 @@ def test_two_plugins_with_one_backend_name_keep_the_first_by_entry_point_name(in
 def test_a_plugin_for_another_api_is_listed_and_declined():
     spec = dataclasses.replace(FakeBackend("future", rank=9).spec, api_version=2)
     with isolated_registry(spec, installed=True):
-        (text,) = [text for entry in list_backends() if entry.name == "future" for text in entry.missing]
-        assert text == (
-            "API_MISMATCH api_version: got 2, supports 1. "
-            "Install a release of future that is built for this version of dsa-dispatch."
+        (future,) = [entry for entry in list_backends() if entry.name == "future"]
+        assert future.missing == ("API_MISMATCH api_version: got 2, supports 1.",)
+        assert future.install == (
+            "Install a release of future that is built for this version of dsa-dispatch",
         )
         assert chosen() == "torch_dense"
 
@@ -301,9 +301,8 @@ def test_listing_says_who_brought_what_and_what_is_missing():
         listed = {entry.name: entry for entry in list_backends()}
         first, second = listed["absent"], listed["torch_dense"]
     assert (first.name, first.rank, first.stages, first.installed) == ("absent", 3, ("gqa_forward",), False)
-    assert first.missing == (
-        "NOT_INSTALLED package no-such-dist: got not installed, supports >=2. pip install 'no-such-dist>=2'.",
-    )
+    assert first.missing == ("NOT_INSTALLED package no-such-dist: got not installed, supports >=2.",)
+    assert first.install == ("pip install 'no-such-dist>=2'",)
     assert (second.name, second.installed) == ("torch_dense", True)
     assert first.origin == "isolated_registry()"
 
