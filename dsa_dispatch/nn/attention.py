@@ -93,7 +93,8 @@ class AbsorbedSparseAttention(nn.Module):
             )
         if query_rope is not None and key_rope is not None:
             query, key = torch.cat([query, query_rope], dim=-1), torch.cat([key, key_rope], dim=-1)
-        key = key.unsqueeze(2)
+        # Under CUDA's autocast a normed latent is fp32 beside projections in bf16.
+        key = key.unsqueeze(2).to(query.dtype)
         if shared is None:
             if self.indexer is None or hidden is None or query_latent is None:
                 raise InvalidInputError(

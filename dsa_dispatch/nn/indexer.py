@@ -123,7 +123,8 @@ class Indexer(nn.Module):
         q = self.query(query_latent).unflatten(-1, (self.heads, self.channels))
         if self.rope is not None and angles is not None:
             q = rotate(q, angles, self.rope)
-        k = self.key(hidden, angles)
+        # Under CUDA's autocast a norm is fp32 beside projections in bf16.
+        k = self.key(hidden, angles).to(q.dtype)
         weights = self.head_weights(hidden)
         weights = weights.to(accumulation_dtype(weights.dtype)) * (self.heads * self.channels) ** -0.5
         if self.pool > 1:

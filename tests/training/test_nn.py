@@ -121,6 +121,23 @@ def test_index_keys_under_autocast_are_projected_in_its_type_in_both_passes():
     assert module.weight.grad.isfinite().all()
 
 
+def test_a_layer_under_autocast_whose_norms_are_fp32_as_on_cuda_trains_with_kernels_in_bf16(monkeypatch):
+    norm, dtypes = F.layer_norm, []
+    monkeypatch.setattr(F, "layer_norm", lambda *args: norm(*args).float())
+    for name in ("run_fused_absorbed_sparse_attention", "run_fused_qk_topk_with_loss"):
+        module = dsann.attention if "absorbed" in name else dsann.indexer
+        run = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, run=run, **kw: dtypes.append(args[1].dtype) or run(*args, **kw)
+        )
+    layer = Layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, selection = layer(torch.randn(9, 2, 16))
+    (out.square().mean() + selection.loss).backward()
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+    assert all(value.grad.isfinite().all() for value in layer.parameters())
+
+
 def expanded(pools, ends, pool, chosen):
     """Ids of one row in Python's integers: chosen pools whole, then the incomplete one, then -1."""
     ids = [key for number in pools for key in range(number * pool, number * pool + pool)]
