@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dsa_dispatch._quickstart.attention import Kernels, Selection, SparseAttention
+from dsa_dispatch._quickstart.attention import Kernels, SparseAttention
 from dsa_dispatch._quickstart.layers import Norm, Projection
-from dsa_dispatch._quickstart.rotary import angles
 from dsa_dispatch._run_config import ModelShape
 from dsa_dispatch.errors import ConfigError
+from dsa_dispatch.nn import Selection, rope_angles
 
 _LOGIT_SCALE: Final = 0.3
 """With tied embeddings a token's own logit begins at ``sqrt(hidden)``; scaled, the first loss is the uniform one."""
@@ -58,11 +58,11 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(shape.hidden, inner, output_gain)
 
     def forward(
-        self, x: Tensor, angle: Tensor, kernels: Kernels, shared: Selection | None
-    ) -> tuple[Tensor, Selection, Tensor | None]:
-        mixed, used, loss = self.attention(self.attention_norm(x), angle, kernels, shared)
+        self, x: Tensor, angles: Tensor, kernels: Kernels, shared: Selection | None
+    ) -> tuple[Tensor, Selection]:
+        mixed, selection = self.attention(self.attention_norm(x), angles, kernels, shared)
         x = x + mixed
-        return x + self.feed_forward(self.feed_forward_norm(x)), used, loss
+        return x + self.feed_forward(self.feed_forward_norm(x)), selection
 
 
 class LanguageModel(nn.Module):
@@ -88,18 +88,17 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor) -> ModelOutput:
         shape = self.shape
         x = self.embedding(tokens) * shape.hidden**0.5
-        angle = angles(tokens.shape[0], shape, tokens.device)
-        losses: list[Tensor] = []
+        positions = torch.arange(tokens.shape[0], device=tokens.device)
+        angles = rope_angles(positions, shape.qk_rope, shape.rope_theta or 10000.0)
         selections: list[Selection] = []
         for number, layer in enumerate(self.layers):
             source = self.sharing.source(number)
-            x, used, loss = layer(x, angle, self.kernels, selections[source] if source < number else None)
-            selections.append(used)
-            if loss is not None:
-                losses.append(loss)
+            shared = selections[source].shared() if source < number else None
+            x, selection = layer(x, angles, self.kernels, shared)
+            selections.append(selection)
         return ModelOutput(
             functional.linear(self.norm(x), self.embedding.weight) * _LOGIT_SCALE,
-            tuple(losses),
+            tuple(selection.loss for selection in selections if selection.loss is not None),
             tuple(selections),
         )
 

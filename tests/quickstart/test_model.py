@@ -11,9 +11,14 @@ from quickstart import small
 import dsa_dispatch as dsa
 from dsa_dispatch._quickstart.attention import Kernels, SparseAttention
 from dsa_dispatch._quickstart.model import next_token_loss
-from dsa_dispatch._quickstart.rotary import angles, rotate
 from dsa_dispatch._run_config import load_preset
-from dsa_dispatch.errors import ConfigError
+from dsa_dispatch.errors import ConfigError, InvalidInputError
+from dsa_dispatch.nn import rope_angles, rotate
+
+
+def angles_of(rows, shape=small.SHAPE):
+    return rope_angles(torch.arange(rows), shape.qk_rope)
+
 
 ONE_SELECTION = small.SHAPE.model_copy(update={"computing_layers": (0,)})
 WITHOUT_ROPE = small.SHAPE.model_copy(update={"qk_rope": 0, "rope": "none", "index_rope": "none"})
@@ -46,8 +51,8 @@ def test_a_layer_without_an_indexer_holds_none_and_refuses_to_guess():
     layer = SparseAttention(small.SHAPE, computes=False, output_gain=1.0)
     assert not [name for name, _ in layer.named_parameters() if "indexer" in name]
     x = torch.randn(5, 1, small.SHAPE.hidden)
-    with pytest.raises(ValueError, match="needs the selection of a layer before it"):
-        layer(x, angles(5, small.SHAPE, x.device), Kernels(), None)
+    with pytest.raises(InvalidInputError, match="no selection to share"):
+        layer(x, angles_of(5), Kernels(), None)
 
 
 def test_two_passes_side_by_side_share_nothing():
@@ -99,10 +104,10 @@ def test_absorbed_attention_over_all_keys_is_multi_head_latent_attention(shape):
     torch.manual_seed(0)
     layer = SparseAttention(shape, computes=True, output_gain=1.0).double().eval()
     x = torch.randn(16, 2, shape.hidden, dtype=torch.float64)
-    angle = angles(16, shape, x.device)
+    angle = angles_of(16, shape)
     kernels = Kernels(dsa.DSAConfig(dsa_kernel_backend="none"), dtype=torch.float64)
     with torch.no_grad():
-        out, _, _ = layer(x, angle, kernels, None)
+        out, _ = layer(x, angle, kernels, None)
         expected = latent_attention(layer, x, angle)
     # The rotation is made in fp32, alike on both sides; the rest is fp64 in another order.
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -114,38 +119,20 @@ def latent_attention(layer, x, angle):
     rows, batch = x.shape[:2]
     queries = layer.query_up(layer.query_norm(layer.query_down(x))).view(rows, batch, shape.heads, -1)
     latent, turning = layer.key_down(x).split([shape.kv_lora_rank, shape.qk_rope], dim=-1)
-    latent, turning = layer.key_norm(latent), rotate(turning, angle, shape.rope)
-    plain = torch.einsum("sbc,hnc->sbhn", latent, layer.key_up)
+    if shape.rope != "none":
+        turning = rotate(turning, angle, shape.rope)
+    latent = layer.key_norm(latent)
+    plain = torch.einsum("sbc,hcn->sbhn", latent, layer.core.key_up.weight)
     keys = torch.cat([plain, turning.unsqueeze(2).expand(-1, -1, shape.heads, -1)], dim=-1)
-    values = torch.einsum("sbc,hvc->sbhv", latent, layer.value_up)
+    values = torch.einsum("sbc,hvc->sbhv", latent, layer.core.value_up.weight)
     still, moving = queries.split([shape.qk_nope, shape.qk_rope], dim=-1)
-    queries = torch.cat([still, rotate(moving, angle, shape.rope)], dim=-1)
+    if shape.rope != "none":
+        moving = rotate(moving, angle, shape.rope)
+    queries = torch.cat([still, moving], dim=-1)
     scores = torch.einsum("qbhd,kbhd->bhqk", queries, keys) * shape.softmax_scale
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(later, -math.inf).softmax(-1)
     return layer.output(torch.einsum("bhqk,kbhv->qbhv", weights, values).flatten(2))
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "half_split"])
-def test_a_rotated_product_depends_on_the_distance_alone(layout):
-    angle = angles(12, small.SHAPE, torch.device("cpu"))
-    query, key = torch.randn(2, 4, dtype=torch.float64).unbind(0)
-    rows = [rotate(vector.expand(12, 1, 4), angle, layout).double()[:, 0] for vector in (query, key)]
-    products = rows[0] @ rows[1].T
-    for distance in range(12):
-        diagonal = products.diagonal(distance)
-        # fp32 sines of angles up to 11
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
-    assert not torch.allclose(products[0], products[0, :1].expand(12), atol=1e-3)
-
-
-def test_the_two_rotary_layouts_differ_by_a_permutation():
-    angle = angles(5, small.SHAPE, torch.device("cpu"))
-    x = torch.randn(5, 2, 3, 4)
-    permutation = [0, 2, 1, 3]
-    interleaved = rotate(x, angle, "interleaved")
-    assert torch.equal(interleaved[..., permutation], rotate(x[..., permutation], angle, "half_split"))
-    assert not torch.allclose(interleaved, rotate(x, angle, "half_split"))
 
 
 def test_bf16_kernels_train_over_fp32_weights():
@@ -160,9 +147,19 @@ def test_bf16_kernels_train_over_fp32_weights():
         assert value.grad is not None, name
         assert value.grad.isfinite().all(), name
         assert value.grad.dtype == torch.float32, name
-    reference = small.model()(tokens[:-1]).logits
+    reference = small.model()(tokens[:-1])
+    # Scores in bf16 may rank two keys the other way round; such a row rightly has another answer.
+    alike = torch.stack(
+        [
+            (mine.indices.sort(-1).values == other.indices.sort(-1).values).all(-1).T
+            for mine, other in zip(output.selections, reference.selections, strict=True)
+        ]
+    ).all(0)
+    assert alike.float().mean() > 0.9
     # bf16 keeps 8 bits: errors of the order of 2**-8 of logits of the order of 1, over three layers
-    torch.testing.assert_close(output.logits.float(), reference, rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        output.logits.float()[alike], reference.logits[alike], rtol=0, atol=3 * 3 * 2**-8
+    )
 
 
 @pytest.mark.parametrize("name", ["glm-5.2", "glm-5.3-flash"])
