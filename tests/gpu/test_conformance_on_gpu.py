@@ -14,11 +14,6 @@ from dsa_dispatch.testing import (
     isolated_registry,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 class TestReferenceOnGpu(BackendConformance):
     backend = "torch_dense"

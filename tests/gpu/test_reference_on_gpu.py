@@ -12,10 +12,6 @@ from dsa_dispatch._registry import selftest
 from dsa_dispatch._registry.availability import resolve_reference
 from dsa_dispatch.testing import assert_backend_ran
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from launches import recorded_launches
-from machine import CAPABILITY
+from machine import TARGETS
 
 from dsa_backends.triton_kernels.attention_backward import attention_backward
 from dsa_backends.triton_kernels.attention_forward import attention_forward
@@ -18,7 +18,6 @@ from dsa_dispatch._call import RowLayout, StageOptions
 
 LENGTHS = (1, 2, 15, 16, 17, 1000, 1024)
 """Triton compiles anew for an integer that is 1 or divisible by 16, unless it is told not to."""
-ARCHITECTURES = ("small", "sm80", "sm90", "sm100")
 SIZES = [
     *((length, 40, 24) for length in LENGTHS),
     *((24, length, 24) for length in LENGTHS),
@@ -81,11 +80,11 @@ def once_each(variants):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("arch", "capability"), TARGETS)
 @pytest.mark.parametrize("stages", [attention, indexer], ids=["attention", "indexer"])
-def test_no_length_compiles_a_kernel_again(stages, arch, deterministic):
+def test_no_length_compiles_a_kernel_again(stages, arch, capability, deterministic):
     options = StageOptions(deterministic=deterministic)
-    with recorded_launches(arch, CAPABILITY[arch]) as variants:
+    with recorded_launches(arch, capability) as variants:
         for sizes in SIZES:
             stages(*sizes, options)
     assert len(variants) >= 4

@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-CAPABILITY = {"sm80": 80, "small": 86, "sm90": 90, "sm100": 100}
+TARGETS = (("small", 86), ("small", 120), ("sm80", 80), ("sm90", 90), ("sm100", 100))
+"""Tables of tiles, and the compute capabilities they are compiled for here."""
 WIDE_INTEGERS = {"q_row8", "q_head8", "k_row8", "kv_row8", "w_row", "idx_row", "mass_row", "score_row", "target_row4",
                  "partial_row4", "dout_row8", "dout_head8", "out_row8", "out_head8", "pairs_row8"}  # fmt: skip
 SIXTEEN_BITS = {"q", "k", "kv", "dout", "pairs", "out"}
@@ -80,7 +81,7 @@ def types_of(names, constants, dtype, overrides):
     return types
 
 
-def compiled(kernel, constants, *, capability, warps, stages=1, dtype="bf16", **overrides):
+def compiled(kernel, constants, *, capability, warps, stages=1, registers=None, dtype="bf16", **overrides):
     """The kernel as a launch would compile it: pointers aligned to 16 bytes, nothing known of any integer."""
     names = kernel.arg_names
     types = types_of(names, constants, dtype, overrides)
@@ -100,5 +101,5 @@ def compiled(kernel, constants, *, capability, warps, stages=1, dtype="bf16", **
         attrs=aligned,
     )
     # Said aloud because its default is about to change.
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, "maxnreg": registers}
     return Machine(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
