@@ -1,4 +1,4 @@
-"""``attention_backward``: chunks of rows through two or three kernels; dkv by atomics or in a fixed order."""
+"""``attention_backward``: chunks of rows through one to three kernels; dkv by atomics or in a fixed order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsa_backends.triton_kernels.launch import (
 )
 from dsa_backends.triton_kernels.ordered_sum import add_in_order, slot_order
 from dsa_backends.triton_kernels.scratch import backward_rows, padded_slots, total
-from dsa_backends.triton_kernels.tiles import BackwardTiles, backward_tiles
+from dsa_backends.triton_kernels.tiles import BackwardTiles, HopperTile, backward_tiles
 from dsa_dispatch._call import RowLayout, StageOptions
 
 _HEADS_AT_ONCE = 128
@@ -91,7 +91,8 @@ def launch_backward(
     indices, lse = last_contiguous(indices), lse.contiguous()
     total_rows, heads, channels = q.shape
     width = indices.shape[1]
-    pairs_needed = dkv is not None or not tiles.fused
+    whole = tiles.whole if dkv is not None else None
+    pairs_needed = whole is None and (dkv is not None or not tiles.fused)
     ordered = deterministic and dkv is not None
     row_bytes = total(
         backward_rows(heads, channels, width, q.element_size(), pairs=pairs_needed, deterministic=ordered)
@@ -103,17 +104,22 @@ def launch_backward(
             chunk = _Chunk(q[part], kv, indices[part], length[part], dout[part], scale, v_channels, tiles)
             shift = chunk.shift(out[part], lse[part])
             chunk_dq = None if dq is None else dq[part]
-            pairs = chunk.pairs(shift, chunk_dq if tiles.fused else None, pairs_needed)
-            if chunk_dq is not None and not tiles.fused:
-                chunk.query_product(pairs, chunk_dq)
             if dkv is None:
-                continue
-            if deterministic:
-                partial = torch.empty((last - first) * width, channels, dtype=torch.float32, device=q.device)
-                chunk.key_gradient(pairs, partial, atomic=False)
-                add_in_order(partial, slot_order(indices[part], length[part], kv.shape[0]), dkv)
+                target = None
+            elif deterministic:
+                target = torch.empty((last - first) * width, channels, dtype=torch.float32, device=q.device)
             else:
-                chunk.key_gradient(pairs, dkv, atomic=True)
+                target = dkv
+            if whole is not None and target is not None:
+                chunk.whole(whole, shift, chunk_dq, target, atomic=not deterministic)
+            else:
+                pairs = chunk.pairs(shift, chunk_dq if tiles.fused else None, pairs_needed)
+                if chunk_dq is not None and not tiles.fused:
+                    chunk.query_product(pairs, chunk_dq)
+                if target is not None:
+                    chunk.key_gradient(pairs, target, atomic=not deterministic)
+            if dkv is not None and target is not None and deterministic:
+                add_in_order(target, slot_order(indices[part], length[part], kv.shape[0]), dkv)
     return dq
 
 
@@ -156,27 +162,67 @@ class _Chunk:
         )
         return shift
 
+    def whole(
+        self, tile: HopperTile, shift: Tensor, dq: Tensor | None, target: Tensor, *, atomic: bool
+    ) -> None:
+        # Imported late, as the others below: only compute capability 9.0 needs it.
+        from dsa_backends.triton_kernels.hopper_backward_few_kernel import hopper_backward_few_kernel
+
+        hopper_backward_few_kernel[(self.rows,)](
+            self.q,
+            self.kv,
+            self.indices,
+            self.length,
+            shift,
+            self.dout,
+            self.q if dq is None else dq,
+            target,
+            self.scale,
+            self.scale * LOG2_E,
+            self.q.stride(0) // 8,
+            self.q.stride(1) // 8,
+            self.kv.stride(0) // 8,
+            self.indices.stride(0),
+            self.dout.stride(0) // 8,
+            self.dout.stride(1) // 8,
+            target.stride(0) // 4,
+            self.kv.shape[0],
+            self.width,
+            self.heads,
+            DV=self.dv,
+            TAIL=self.tail,
+            BLOCK_H=tile.heads,
+            BUFFERS=tile.buffers,
+            NEED_DQ=dq is not None,
+            ATOMIC=atomic,
+            num_warps=tile.warps,
+        )
+
     def pairs(self, shift: Tensor, dq: Tensor | None, store: bool) -> Tensor:
         tile = self.tiles.pairs
-        block = part_width(self.dv)
-        parts = 2 if tile.parts == 2 and block >= 512 and block == self.dv else 1
         shape = (self.rows, 2, self.heads, self.slots8 * 8) if store else (1,)
         pairs = torch.empty(shape, dtype=self.q.dtype, device=self.q.device)
         head_blocks = -(-self.heads // tile.heads)
-        if tile.placed:
-            self._placed_pairs(shift, pairs)
-            return pairs
-        query_gradient_kernel[(self.rows * head_blocks,)](
-            *(
-                self.q,
-                self.kv,
-                self.indices,
-                self.length,
-                shift,
-                self.dout,
-                pairs if dq is None else dq,
+        tensors = (self.q, self.kv, self.indices, self.length, shift, self.dout)
+        if isinstance(tile, HopperTile):
+            from dsa_backends.triton_kernels.hopper_backward_kernels import hopper_pairs_kernel
+
+            hopper_pairs_kernel[(self.rows * head_blocks,)](
+                *tensors,
                 pairs,
-            ),
+                *self._scalars(head_blocks),
+                DV=self.dv,
+                TAIL=self.tail,
+                BLOCK_H=tile.heads,
+                num_warps=tile.warps,
+            )
+            return pairs
+        block = part_width(self.dv)
+        parts = 2 if tile.parts == 2 and block >= 512 and block == self.dv else 1
+        query_gradient_kernel[(self.rows * head_blocks,)](
+            *tensors,
+            pairs if dq is None else dq,
+            pairs,
             *self._scalars(head_blocks),
             DV=self.dv,
             TAIL=self.tail,
@@ -192,22 +238,6 @@ class _Chunk:
             num_stages=tile.stages,
         )
         return pairs
-
-    def _placed_pairs(self, shift: Tensor, pairs: Tensor) -> None:
-        # Imported late: only compute capability 9.0 needs it.
-        from dsa_backends.triton_kernels.hopper_backward_kernels import hopper_pairs_kernel
-
-        tile = self.tiles.pairs
-        head_blocks = -(-self.heads // tile.heads)
-        hopper_pairs_kernel[(self.rows * head_blocks,)](
-            *(self.q, self.kv, self.indices, self.length, shift, self.dout, pairs),
-            *self._scalars(head_blocks),
-            DV=self.dv,
-            TAIL=self.tail,
-            BLOCK_H=tile.heads,
-            WARPS=tile.warps,
-            num_warps=tile.warps,
-        )
 
     def _scalars(self, head_blocks: int) -> tuple[float | int, ...]:
         return (
@@ -230,14 +260,11 @@ class _Chunk:
         tile = self.tiles.query
         assert tile is not None
         block_h = min(tile.heads, max(16, 1 << (self.heads - 1).bit_length()))
+        if isinstance(tile, HopperTile):
+            block_h = tile.heads
         head_blocks = -(-self.heads // block_h)
-        slices, block_c, block_tail = self._slices(tile.parts)
-        query_product_kernel[(self.rows * head_blocks * slices,)](
-            self.kv,
-            self.indices,
-            self.length,
-            pairs,
-            dq,
+        tensors = (self.kv, self.indices, self.length, pairs, dq)
+        scalars = (
             self.kv.stride(0) // 8,
             self.indices.stride(0),
             self.kv.shape[0],
@@ -245,6 +272,18 @@ class _Chunk:
             self.heads,
             head_blocks,
             self.slots8,
+        )
+        if isinstance(tile, HopperTile):
+            from dsa_backends.triton_kernels.hopper_backward_kernels import hopper_query_kernel
+
+            hopper_query_kernel[(self.rows * head_blocks,)](
+                *tensors, *scalars, DV=self.dv, TAIL=self.tail, BLOCK_H=block_h, num_warps=tile.warps
+            )
+            return
+        slices, block_c, block_tail = self._slices(tile.parts)
+        query_product_kernel[(self.rows * head_blocks * slices,)](
+            *tensors,
+            *scalars,
             DV=self.dv,
             TAIL=self.tail,
             BLOCK_C=block_c,

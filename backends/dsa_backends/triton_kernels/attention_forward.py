@@ -19,7 +19,7 @@ from dsa_backends.triton_kernels.launch import (
     processors,
     tail_width,
 )
-from dsa_backends.triton_kernels.tiles import AttentionTile, forward_tile, split_count
+from dsa_backends.triton_kernels.tiles import AttentionTile, HopperTile, forward_tile, split_count
 from dsa_dispatch._call import RowLayout, StageOptions
 
 
@@ -48,7 +48,7 @@ def attention_forward(
 
 
 def hopper_forward(heads: int) -> Any:
-    """The hand-placed kernel for a block of 64 or of 16 heads. Imported late: only compute capability 9.0 needs it."""
+    """The kernel for a block of 64 heads, or of fewer. Imported late: only compute capability 9.0 needs it."""
     from dsa_backends.triton_kernels import hopper_forward_kernels as kernels
 
     return kernels.hopper_forward_kernel if heads == 64 else kernels.hopper_forward_few_kernel
@@ -62,7 +62,7 @@ def launch_forward(
     *,
     scale: float,
     v_channels: int,
-    tile: AttentionTile,
+    tile: AttentionTile | HopperTile,
     splits: int,
 ) -> tuple[Tensor, Tensor]:
     """The forward with a given tile and number of splits; what the benchmark and the tests vary."""
@@ -102,9 +102,15 @@ def launch_forward(
     )
     grid = (rows * head_blocks, splits)
     with on_device(q):
-        if tile.placed:
+        if isinstance(tile, HopperTile):
             hopper_forward(tile.heads)[grid](
-                *arguments, DV=v_channels, TAIL=tail, BLOCK_H=tile.heads, num_warps=tile.warps
+                *arguments,
+                DV=v_channels,
+                TAIL=tail,
+                BLOCK_H=tile.heads,
+                BUFFERS=tile.buffers,
+                num_warps=tile.warps,
+                maxnreg=tile.registers,
             )
         else:
             forward_kernel[grid](

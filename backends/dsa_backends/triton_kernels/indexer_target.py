@@ -18,7 +18,7 @@ from dsa_backends.triton_kernels.launch import (
 from dsa_backends.triton_kernels.loss_kernels import mass_kernel
 from dsa_backends.triton_kernels.scratch import target_rows, total
 from dsa_backends.triton_kernels.slots import Slots
-from dsa_backends.triton_kernels.tiles import AttentionTile, mass_tile
+from dsa_backends.triton_kernels.tiles import AttentionTile, HopperTile, mass_tile
 from dsa_dispatch._call import RowLayout, StageOptions
 
 
@@ -36,7 +36,8 @@ def indexer_target(
     options: StageOptions,
 ) -> Tensor:
     """See ``dsa_dispatch._contract.IndexerTarget``. Channels multiples of 16; a missing lse costs one more pass."""
-    tile = mass_tile(device_architecture(query), query.shape[1], query.shape[2], query.element_size())
+    heads, channels = query.shape[1:]
+    tile = mass_tile(device_architecture(query), heads, channels, query.element_size(), lse is not None)
     return launch_target(
         query,
         key,
@@ -55,7 +56,7 @@ def launch_target(
     *,
     lse: Tensor | None,
     scale: float,
-    tile: AttentionTile,
+    tile: AttentionTile | HopperTile,
     budget: int,
 ) -> Tensor:
     """The target with a given tile; what the benchmark and the tests vary."""
@@ -65,7 +66,7 @@ def launch_target(
     # The widest power of two, and what is left over: 576 = 512 + 64.
     main = channels if channels <= 16 else 1 << (channels.bit_length() - 1)
     tail = channels - main
-    parts = 2 if tile.parts == 2 and main >= 512 else 1
+    parts = 2 if isinstance(tile, AttentionTile) and tile.parts == 2 and main >= 512 else 1
     with on_device(query):
         for first, last in row_chunks(total_rows, total(target_rows(heads, slots.dense_keys)), budget):
             ids, length = slots.chunk(first, last)
@@ -75,8 +76,9 @@ def launch_target(
                 base = torch.empty((last - first, heads), dtype=torch.float32, device=query.device)
             else:
                 base = lse[first:last].contiguous()
-            if tile.placed and lse is not None:
-                _placed_mass(q, key, ids, length, base, part, scale, slots.width, main, tile)
+            if isinstance(tile, HopperTile):
+                assert lse is not None, "the Hopper kernel has no pass that finds it"
+                _hopper_mass(q, key, ids, length, base, part, scale, slots.width, main, tile)
                 continue
             for find_lse in (True, False) if lse is None else (False,):
                 mass_kernel[(last - first,)](
@@ -110,7 +112,7 @@ def launch_target(
     return mass
 
 
-def _placed_mass(
+def _hopper_mass(
     q: Tensor,
     key: Tensor,
     ids: Tensor,
@@ -120,7 +122,7 @@ def _placed_mass(
     scale: float,
     width: int,
     main: int,
-    tile: AttentionTile,
+    tile: HopperTile,
 ) -> None:
     # Imported late: only compute capability 9.0 needs it.
     from dsa_backends.triton_kernels.hopper_mass_kernel import hopper_mass_kernel

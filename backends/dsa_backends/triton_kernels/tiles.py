@@ -36,17 +36,34 @@ class AttentionTile:
     parts: int = 1
     wgmma: bool = False
     """Claims Hopper's warp-group products (checked in the machine code)."""
-    placed: bool = False
-    """The kernel of ``hopper_common``, whose copies are placed by hand; ``stages`` means nothing there."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """Of a kernel with warps that only gather (``hopper_common``): heads, buffers of 64 keys, warps that compute."""
+
+    heads: int
+    buffers: int
+    warps: int
+    registers: int | None = None
+    """Most registers of a thread at launch, where two programs are to share a multiprocessor."""
+
+    @property
+    def keys(self) -> int:
+        return 64
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTiles:
-    """``pairs`` makes P and dS (and dQ where ``fused``), ``query`` the dQ product, ``key`` the dK product."""
+    """``pairs`` makes P and dS (and dQ where ``fused``), ``query`` the dQ product, ``key`` the dK product.
 
-    pairs: AttentionTile
+    ``whole`` does all of it in one kernel, where dkv is wanted.
+    """
+
+    pairs: AttentionTile | HopperTile
     key: AttentionTile
-    query: AttentionTile | None = None
+    query: AttentionTile | HopperTile | None = None
+    whole: HopperTile | None = None
 
     @property
     def fused(self) -> bool:
@@ -82,25 +99,28 @@ _FORWARD: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
 }
 
 
-_PLACED_FORWARD: Final[dict[HeadClass, AttentionTile]] = {
-    "few": AttentionTile(16, 64, 4, 1, 1, wgmma=True, placed=True),
-    "many": AttentionTile(64, 64, 8, 2, 1, wgmma=True, placed=True),
+HOPPER_FORWARD: Final[dict[HeadClass, HopperTile]] = {
+    "few": HopperTile(16, 1, 4, registers=128),
+    "some": HopperTile(32, 2, 4),
+    "many": HopperTile(64, 2, 8),
 }
-PLACED_TAILS: Final = (0, 16, 32, 64)
+HOPPER_TAILS: Final = (0, 16, 32, 64)
 
 
-def placed(arch: Architecture, qk: int, v: int, itemsize: int) -> bool:
-    """Whether the hand-placed kernels of ``hopper_common`` take these channels."""
-    return arch == "sm90" and itemsize == 2 and v == 512 and qk - v in PLACED_TAILS
+def has_hopper_kernels(arch: Architecture, qk: int, v: int, itemsize: int) -> bool:
+    """Whether the kernels of ``hopper_common`` take these channels."""
+    return arch == "sm90" and itemsize == 2 and v == 512 and qk - v in HOPPER_TAILS
 
 
-def forward_tile(arch: Architecture, heads: int, qk: int, v: int, itemsize: int) -> AttentionTile:
+def forward_tile(
+    arch: Architecture, heads: int, qk: int, v: int, itemsize: int
+) -> AttentionTile | HopperTile:
     """Tile of ``attention_forward``. Value parts narrower than 512 are not cut in two."""
     parts = 2 if v >= 512 and v & (v - 1) == 0 else 1
     if itemsize == 4:
         return AttentionTile(16, 16, 4, 2, parts)
-    if placed(arch, qk, v, itemsize) and head_class(heads) in _PLACED_FORWARD:
-        return _PLACED_FORWARD[head_class(heads)]
+    if has_hopper_kernels(arch, qk, v, itemsize):
+        return HOPPER_FORWARD[head_class(heads)]
     return dataclasses.replace(_FORWARD[arch, head_class(heads)], parts=parts)
 
 
@@ -128,12 +148,22 @@ def backward_tiles(arch: Architecture, heads: int, qk: int, v: int, itemsize: in
     if itemsize == 4:
         return BackwardTiles(AttentionTile(16, 16, 4, 1, 2), AttentionTile(16, 16, 4, 1, 64))
     tiles = _SMALL_BACKWARD if arch == "small" else _BACKWARD[arch, head_class(heads)]
-    if not tiles.fused and placed(arch, qk, v, itemsize):
-        return dataclasses.replace(tiles, pairs=_PLACED_PAIRS)
-    return tiles
+    if not has_hopper_kernels(arch, qk, v, itemsize):
+        return tiles
+    if not tiles.fused:
+        return dataclasses.replace(tiles, pairs=HOPPER_PAIRS, query=HOPPER_QUERY)
+    # The transposed dQ product has the tail's channels on its M side, which is 64 at least.
+    whole = HOPPER_WHOLE[head_class(heads)] if qk - v in (0, 64) else None
+    return dataclasses.replace(tiles, whole=whole)
 
 
-_PLACED_PAIRS: Final = AttentionTile(64, 64, 4, 1, 2, wgmma=True, placed=True)
+HOPPER_PAIRS: Final = HopperTile(64, 1, 4)
+HOPPER_QUERY: Final = HopperTile(64, 2, 8)
+HOPPER_WHOLE: Final[dict[HeadClass, HopperTile]] = {
+    "few": HopperTile(16, 2, 4),
+    "some": HopperTile(32, 1, 4),
+}
+HOPPER_MASS: Final = HopperTile(64, 2, 4)
 
 
 def split_count(
@@ -200,12 +230,14 @@ _MASS: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
 }
 
 
-def mass_tile(arch: Architecture, heads: int, qk: int, itemsize: int) -> AttentionTile:
-    """Tile of ``indexer_target``. The hand-placed kernel adds up two blocks of heads at most, see there."""
+def mass_tile(
+    arch: Architecture, heads: int, qk: int, itemsize: int, has_lse: bool
+) -> AttentionTile | HopperTile:
+    """Tile of ``indexer_target``. The Hopper kernel wants the lse and adds up two blocks of heads at most."""
     if itemsize == 4:
         return AttentionTile(16, 16, 4, 1, 2)
-    if 32 < heads <= 128 and placed(arch, qk, 512, itemsize):
-        return AttentionTile(64, 64, 4, 2, 2, wgmma=True, placed=True)
+    if has_lse and 32 < heads <= 128 and has_hopper_kernels(arch, qk, 512, itemsize):
+        return HOPPER_MASS
     return _MASS[arch, head_class(heads)]
 
 
