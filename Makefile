@@ -26,6 +26,16 @@ unit: $(VENV)/installed-dev
 overhead: $(VENV)/installed-dev
 	$(BIN)/pytest tests/overhead -s
 
+# On a machine with a GPU; PARTS="tests conformance sanitize bench" or some of them. Results go to $(OUT), the table to the
+# end of the output. Where there is no package index: make gpu GPU_PYTHON=python3 WHEEL=dsa_dispatch-...whl, with what
+# the library needs on PYTHONPATH.
+PARTS ?= tests conformance sanitize bench
+OUT ?= build/gpu
+GPU_PYTHON ?= $(BIN)/python
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-dev)
+	$(GPU_PYTHON) benchmarks/gpu.py --out $(OUT) $(if $(WHEEL),--wheel $(WHEEL)) $(PARTS)
+
 # Generated documentation; the tests fail while it is stale.
 docs: $(VENV)/installed
 	$(BIN)/dsa-dispatch pages docs

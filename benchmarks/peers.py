@@ -1,7 +1,7 @@
 """Vendors' kernels called directly, to be measured beside the backends that wrap them.
 
 ``PYTHONPATH=benchmarks:$PYTHONPATH dsa-dispatch bench --suite h200 --peer flashmla-direct=peers:flash_mla_forward
---peer cudnn-direct=peers:cudnn``. Each sits out where its kernel does not run the case as it is.
+--peer cudnn-direct=peers:cudnn``. Each sits out where its kernel is not here or does not run the case as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from dsa_backends.cudnn_dsa import frontend
 from dsa_backends.flash_mla.providers import usable
+from dsa_dispatch.errors import BackendDeclined
 
 Call = Callable[[], object]
 
@@ -21,7 +22,10 @@ def flash_mla_forward(inputs) -> Call | None:
     case = inputs.case
     if case.stage not in ("attention_forward", "decode") or case.heads % 64 or case.topk % 128:
         return None
-    run = usable(inputs.query.device).provider.run
+    try:
+        run = usable(inputs.query.device).provider.run
+    except BackendDeclined:
+        return None
     q, kv, ids = inputs.query[:, 0], inputs.key[:, 0], inputs.indices[0][:, None]
     length = torch.full((case.rows,), case.topk, dtype=torch.int32, device=q.device)
     return lambda: run(q, kv, ids, case.scale, case.v_channels, length)
@@ -30,10 +34,14 @@ def flash_mla_forward(inputs) -> Call | None:
 def cudnn(inputs) -> Call | None:
     """cuDNN's sparse backward, and its scorer followed by its top-k."""
     case = inputs.case
-    if case.stage == "attention_backward" and case.heads >= 64 and not case.deterministic:
-        return _cudnn_backward(inputs)
-    if case.stage == "indexer_topk" and case.rows * case.keys <= 1 << 28:
-        return _cudnn_topk(inputs)
+    try:
+        if case.stage == "attention_backward" and case.heads >= 64 and not case.deterministic:
+            return _cudnn_backward(inputs)
+        # The scores of the whole call are written at once.
+        if case.stage == "indexer_topk" and case.rows * case.keys <= 1 << 28:
+            return _cudnn_topk(inputs)
+    except BackendDeclined:
+        return None
     return None
 
 
