@@ -43,6 +43,7 @@ class Case:
     sparse: bool
     lower_index: bool
     """Ties go to the lower index."""
+    max_keys: int | None = None
     errors: dict[str, float] = field(default_factory=dict)
     """What was compared, and its error relative to the norm of the exact value (at least 1)."""
 
@@ -58,8 +59,13 @@ class Case:
 
 
 def smallest(what: str, allowed: Callable[[int], bool], at_least: int = 1) -> int:
-    """The smallest size that a capability runs as it is: a self-test is not legalized."""
+    """The smallest size, of ``at_least`` where there is one, that a capability runs as it is: a self-test is not
+    legalized."""
     for size in range(at_least, 1 << 16):
+        if allowed(size):
+            return size
+    for size in range(at_least - 1, 0, -1):
+        # A kernel that stops short of it is tested at its largest.
         if allowed(size):
             return size
     raise SelfTestError(f"the capability admits no {what}")
@@ -74,6 +80,7 @@ def make_case(
     heads = smallest("count of heads", lambda count: capability.heads.runs(count) and count % kv_heads == 0)
     channels, v_channels = _channels(capability)
     rows, keys = (48, 96) if large else (len(SLOTS), 3)
+    rows, keys = min(rows, capability.max_rows or rows), min(keys, capability.max_keys or keys)
     width = smallest("index width", lambda size: capability.width.fit(size) == size, 24 if large else 2)
     generator = torch.Generator().manual_seed(2051)
 
@@ -109,6 +116,7 @@ def make_case(
         use_relu=True in capability.relu,
         sparse="sparse" in capability.losses,
         lower_index=capability.tie_rule == "lower_index",
+        max_keys=capability.max_keys,
     )
 
 
@@ -129,9 +137,11 @@ def row_bounds(layout: RowLayout, generator: torch.Generator | None) -> tuple[Te
     if layout.bounds == "causal":
         return torch.zeros(rows, dtype=torch.int64), (torch.arange(rows) + keys - rows + 1).clamp(min=0)
     if generator is None:
-        return torch.tensor([0, 0, 1, 2, 0]), torch.tensor([1, keys, keys, 2, 2])
-    starts = torch.randint(0, keys // 2, (rows,), generator=generator)
-    return starts, starts + torch.randint(0, keys // 2, (rows,), generator=generator)
+        starts, ends = torch.tensor([0, 0, 1, 2, 0]), torch.tensor([1, keys, keys, 2, 2])
+        return starts[:rows].clamp(max=keys), ends[:rows].clamp(max=keys)
+    half = max(keys // 2, 1)
+    starts = torch.randint(0, half, (rows,), generator=generator)
+    return starts, starts + torch.randint(0, half, (rows,), generator=generator)
 
 
 def _ids(rows: int, keys: int, width: int, prefix: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -145,8 +155,10 @@ def _ids(rows: int, keys: int, width: int, prefix: bool, generator: torch.Genera
         slots = list(zip(drawn.tolist(), counts.tolist(), strict=True))
     ids = torch.full((rows, width), -1, dtype=torch.int32)
     length = torch.zeros(rows, dtype=torch.int32)
-    for row, (values, count) in enumerate(slots):
-        kept = [value for value in values[:count] if value >= 0] if prefix else values
+    for row, (values, count) in enumerate(slots[:rows]):
+        # Narrow kernels see the first slots, and few keys are named more than once.
+        fitting = [value if value < 0 else value % keys for value in values[:width]]
+        kept = [value for value in fitting[:count] if value >= 0] if prefix else fitting
         ids[row, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
-        length[row] = len(kept) if prefix else count
+        length[row] = len(kept) if prefix else min(count, width)
     return ids, length

@@ -161,8 +161,9 @@ def _selection(function: Callable[..., Any], case: Case) -> None:
     """
     rows, heads, channels = case.query.shape
     width, device = case.indices.shape[1], case.query.device
-    layout = replace(case.rows, keys=max(case.rows.keys, width + 3))
-    starts, ends = row_bounds(layout, None if rows == len(SLOTS) else torch.Generator().manual_seed(2051))
+    keys = max(case.rows.keys, width + 3)
+    layout = replace(case.rows, keys=min(keys, case.max_keys or keys))
+    starts, ends = row_bounds(layout, None if rows <= len(SLOTS) else torch.Generator().manual_seed(2051))
     values = [1 + (key % 3 == 2) for key in range(layout.keys)]
     q = case.query.new_zeros(rows, heads, channels)
     q[:, :, 0] = 1
