@@ -60,9 +60,9 @@ def lengths(operation):
 @pytest.mark.parametrize("operation", [attention, indexer])
 def test_lengths_compile_nothing_again(operation, heads, deterministic, compiled):
     with dsa.use_backend(deterministic=deterministic):
-        # Few rows, and many: with and without splits of the slots.
-        operation(1, 40, 24, heads)
-        operation(2000, 2000, 1000 if operation is attention else 24, heads)
+        # Few rows and many, few slots and many: with and without splits of the slots.
+        for rows, width in ((1, 24), (1, 1000), (2000, 1000)):
+            operation(rows, 2000, width if operation is attention else 24, heads)
         operation(24, 40, 24, heads)
         warm = len(compiled)
         for sizes in lengths(operation):
@@ -71,8 +71,9 @@ def test_lengths_compile_nothing_again(operation, heads, deterministic, compiled
 
 
 def test_the_hook_sees_a_compilation(compiled):
-    attention(3, 40, 24, 5)
-    with dsa.use_backend(deterministic=True):
-        for heads in (17, 33, 65):
-            attention(3, 40, 24, heads)
-    assert compiled
+    from gpu.sanitized.planted import copy_kernel
+
+    source, to = torch.zeros(2, 8, 32, device="cuda")
+    for _ in range(2):
+        copy_kernel[(8,)](source, to, CHANNELS=32)
+    assert compiled == ["copy_kernel"]
