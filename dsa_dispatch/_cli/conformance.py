@@ -16,7 +16,8 @@ from rich.table import Column, Table
 
 from dsa_dispatch._cli.output import emit
 from dsa_dispatch.testing import ConformanceCheck, ConformanceError, conformance_checks
-from dsa_dispatch.testing.judge import NotHere
+from dsa_dispatch.testing.extent import Size
+from dsa_dispatch.testing.judge import DeclinedHere, NotHere
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Outcome:
     stage: str
     device: str
     check: str
-    result: Literal["passed", "failed", "not here"]
+    result: Literal["passed", "failed", "declined", "not here"]
     text: str = ""
 
 
@@ -35,6 +36,8 @@ def outcome_of(check: ConformanceCheck) -> Outcome:
         check.run()
     except ConformanceError as error:
         return Outcome(check.stage, check.device, check.name, "failed", str(error))
+    except DeclinedHere as error:
+        return Outcome(check.stage, check.device, check.name, "declined", str(error))
     except NotHere as error:
         return Outcome(check.stage, check.device, check.name, "not here", str(error))
     return Outcome(check.stage, check.device, check.name, "passed")
@@ -43,11 +46,26 @@ def outcome_of(check: ConformanceCheck) -> Outcome:
 def conformance(
     name: Annotated[str, typer.Argument(help="The backend to check.")],
     stage: Annotated[str | None, typer.Option(help="Only this stage.")] = None,
+    dtypes: Annotated[
+        str,
+        typer.Option(
+            help="Run only these types, such as float16,float32: for a device that is wrong in others."
+        ),
+    ] = "",
+    size: Annotated[
+        Size,
+        typer.Option(help="small: every check on smaller cases, for a slow device such as an interpreter."),
+    ] = "full",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every check.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Check a backend against the contract. Exit status 1 when a check fails or a stage cannot run here."""
-    checks = [check for check in conformance_checks(name) if stage in (None, check.stage)]
+    """Check a backend against the contract. Exit status 1 when a check fails or a stage cannot run here.
+
+    A declared call that the backend itself declines at run time is listed with its reason, and fails where nothing ran.
+    """
+    only = tuple(part.strip() for part in dtypes.split(",") if part.strip())
+    every = conformance_checks(name, dtypes=only, size=size)
+    checks = [check for check in every if stage in (None, check.stage)]
     if not checks:
         raise typer.BadParameter(f"{name} does not provide {stage}", param_hint="--stage")
     console = Console(stderr=json_, soft_wrap=True)
@@ -62,19 +80,21 @@ def conformance(
     if json_:
         emit(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=2))
     else:
-        _show(console, name, outcomes, verbose)
-    if any(outcome.result != "passed" for outcome in outcomes):
+        limits = [*only, *([f"size {size}"] if size != "full" else [])]
+        _show(console, f"{name} ({', '.join(limits)})" if limits else name, outcomes, verbose)
+    if any(outcome.result in ("failed", "not here") for outcome in outcomes):
         raise typer.Exit(1)
 
 
-def _show(console: Console, name: str, outcomes: Sequence[Outcome], verbose: bool) -> None:
+def _show(console: Console, what: str, outcomes: Sequence[Outcome], verbose: bool) -> None:
     table = Table(
         Column("stage", no_wrap=True),
         Column("device", no_wrap=True),
         Column("passed", justify="right"),
+        Column("declined", justify="right"),
         Column("failed", justify="right"),
         Column("", no_wrap=True),
-        title=f"Conformance of {name}",
+        title=f"Conformance of {what}",
     )
     for stage, device in dict.fromkeys((outcome.stage, outcome.device) for outcome in outcomes):
         mine = [outcome for outcome in outcomes if (outcome.stage, outcome.device) == (stage, device)]
@@ -84,7 +104,9 @@ def _show(console: Console, name: str, outcomes: Sequence[Outcome], verbose: boo
             state = "[red]BREAKS THE CONTRACT[/]"
         elif counts["not here"]:
             state = "[yellow]NOT CHECKED HERE[/]"
-        table.add_row(stage, device, str(counts["passed"]), str(counts["failed"]), state)
+        table.add_row(
+            stage, device, str(counts["passed"]), str(counts["declined"]), str(counts["failed"]), state
+        )
     console.print(table)
     for checks, outcome in _grouped(outcomes):
         if outcome.result != "passed":

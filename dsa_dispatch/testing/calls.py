@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,8 @@ from dsa_dispatch._stages import BACKWARD_STAGES, Stage
 from dsa_dispatch.errors import NoBackendError
 from dsa_dispatch.testing import formulas
 from dsa_dispatch.testing.cases import Accepted, Declined
-from dsa_dispatch.testing.judge import ConformanceError, compare
-from dsa_dispatch.testing.operands import SCALE, Ids, exact_results
+from dsa_dispatch.testing.judge import ConformanceError, DeclinedHere, compare
+from dsa_dispatch.testing.operands import Ids, exact_results, scale_for
 from dsa_dispatch.testing.ran import assert_backend_ran
 from dsa_dispatch.testing.selection import Scores, check_close, check_form
 
@@ -38,13 +40,18 @@ class Inputs:
 
 
 def check_accepted(spec: BackendSpec, stage: Stage, case: Accepted, device: torch.device) -> None:
-    """Raise unless the declared data accept the call and, where it can be run here, the answer is right."""
+    """Raise unless the declared data accept the call and, where it can be run here, the answer is right.
+
+    Raises ``DeclinedHere`` where the backend has a reason of its own: an ``extra_check``, or one found at run time.
+    """
     capability = spec.stages[stage].capability
     refused = declines(capability, stage, case.call, device_info(device))
     if refused:
-        raise ConformanceError(
-            f"{case.label} is declared, but declined: {'; '.join(str(decline) for decline in refused)}"
-        )
+        reasons = "; ".join(str(decline) for decline in refused)
+        fields = dataclasses.replace(capability, extra_check=None)
+        if not declines(fields, stage, case.call, device_info(device)):
+            raise DeclinedHere(f"{case.label} is declared, declined: {reasons}")
+        raise ConformanceError(f"{case.label} is declared, but declined: {reasons}")
     if not case.runs:
         return
     claim = f"{case.label} is declared, but"
@@ -56,26 +63,57 @@ def check_accepted(spec: BackendSpec, stage: Stage, case: Accepted, device: torc
             except ConformanceError as error:
                 raise ConformanceError(f"{claim} the answer is wrong: {error}") from error
             except NoBackendError as error:
-                raise ConformanceError(f"{claim} was not served: {_reasons(error, spec, stage)}") from None
+                own = _reasons(error, spec, stage)
+                if own:
+                    raise DeclinedHere(f"{case.label} is declared, declined: {own}") from None
+                raise ConformanceError(f"{claim} was not served: {error}") from None
             except Exception as error:
                 raise ConformanceError(f"{claim} the call raised {type(error).__name__}: {error}") from error
-    except ConformanceError:
+    except (ConformanceError, DeclinedHere):
         raise
     except AssertionError as error:
         raise ConformanceError(f"{claim} did not run here: {error}") from error
 
 
+def check_some_accepted(
+    spec: BackendSpec, stage: Stage, cases: Sequence[Accepted], device: torch.device
+) -> None:
+    """``check_accepted`` for the first case; where the backend declines it, some other one must be served instead.
+
+    Raises ``ConformanceError`` when nothing ran: a backend that declines all it declares has shown nothing.
+    """
+    try:
+        check_accepted(spec, stage, cases[0], device)
+    except DeclinedHere as declined:
+        if any(_is_served(spec, stage, case, device) for case in cases[1:]):
+            raise
+        raise ConformanceError(
+            f"{cases[0].label} is declared, but was not served, nor was any other declared call, so that nothing ran "
+            f"here: {declined}"
+        ) from None
+
+
+def _is_served(spec: BackendSpec, stage: Stage, case: Accepted, device: torch.device) -> bool:
+    """A wrong answer is an answer here; it is the business of that case's own check."""
+    try:
+        check_accepted(spec, stage, case, device)
+    except DeclinedHere:
+        return False
+    except ConformanceError:
+        return True
+    return case.runs
+
+
 def _reasons(error: NoBackendError, spec: BackendSpec, stage: Stage) -> str:
-    """Why this backend was not chosen, or what else is missing: the text of the error holds every backend's reasons."""
-    mine = [
+    """Why this backend was not chosen; "" where something else is missing."""
+    return "; ".join(
         str(reason)
         for entry in error.decision.stages
         if entry.stage == stage
         for candidate in entry.declined()
         if candidate.backend == spec.name
         for reason in candidate.declines
-    ]
-    return "; ".join(mine) or str(error)
+    )
 
 
 def check_declined(spec: BackendSpec, stage: Stage, case: Declined) -> None:
@@ -146,6 +184,7 @@ def _run_attention(spec: BackendSpec, stage: Stage, call: CallSpec, device: torc
     """Forward and gradients. Where the backend has no backward, the default one must fit what its forward gave."""
     grouped = stage.startswith("gqa")
     inputs = _inputs(call, device, grouped)
+    scale = scale_for(call.qk_channels)
     named = {"query": inputs.q, "key": inputs.k, "value": inputs.v}
     needed = call.needs_grad if stage in BACKWARD_STAGES else frozenset({"query", "key", "value"})
     for name, tensor in named.items():
@@ -154,11 +193,11 @@ def _run_attention(spec: BackendSpec, stage: Stage, call: CallSpec, device: torc
     if grouped:
         assert inputs.v is not None
         out, lse = dsa.run_fused_gqa_sparse_attention(
-            None, inputs.q, inputs.k, inputs.v, inputs.indices, SCALE, inputs.length, return_lse=True
+            None, inputs.q, inputs.k, inputs.v, inputs.indices, scale, inputs.length, return_lse=True
         )
     else:
         out, lse = dsa.run_fused_absorbed_sparse_attention(
-            None, inputs.q, inputs.k, inputs.indices, SCALE, call.v_channels, inputs.length, return_lse=True
+            None, inputs.q, inputs.k, inputs.indices, scale, call.v_channels, inputs.length, return_lse=True
         )
     dout = _draw(call, device, call.dtype, *out.shape, seed=5)
     wanted_inputs = [tensor for tensor in named.values() if tensor is not None and tensor.requires_grad]
@@ -171,7 +210,7 @@ def _run_attention(spec: BackendSpec, stage: Stage, call: CallSpec, device: torc
     if inputs.v is not None:
         plain["v"] = _flat(inputs.v)
     ids = _global(inputs.indices, inputs.length, call.keys)
-    host = {"scale": SCALE, "v_channels": call.v_channels}
+    host = {"scale": scale, "v_channels": call.v_channels}
     forward: Stage = "gqa_forward" if grouped else "attention_forward"
     backward: Stage = "gqa_backward" if grouped else "attention_backward"
     wanted = exact_results(forward, plain, ids, host)
@@ -260,6 +299,7 @@ def _run_loss(spec: BackendSpec, stage: Stage, call: CallSpec, device: torch.dev
         tensor.requires_grad_()
     query = _draw(call, device, call.dtype, call.rows, call.batch, call.heads, call.qk_channels, seed=5)
     key = _draw(call, device, call.dtype, call.keys, call.batch, 1, call.qk_channels, seed=6)
+    scale = scale_for(call.qk_channels)
     result = dsa.run_fused_qk_topk_with_loss(
         None,
         inputs.q,
@@ -271,7 +311,7 @@ def _run_loss(spec: BackendSpec, stage: Stage, call: CallSpec, device: torch.dev
         None,
         query,
         key,
-        SCALE,
+        scale,
         1.0,
         calculate_per_token_loss=True,
         use_relu=call.use_relu,
@@ -284,7 +324,7 @@ def _run_loss(spec: BackendSpec, stage: Stage, call: CallSpec, device: torch.dev
     if call.sparse_loss:
         ids = _global(result.indices, result.length, call.keys)
     plain = {"q": _flat(query), "k": _flat(key)[:, 0]}
-    host = {"scale": SCALE, "use_relu": call.use_relu}
+    host = {"scale": scale, "use_relu": call.use_relu}
     mass = exact_results("indexer_target", plain, ids, host)["mass"]
     plain = {"q": _flat(inputs.q), "k": _flat(inputs.k), "w": _flat(inputs.w), "mass": mass}
     wanted = exact_results("indexer_loss", plain, ids, host)

@@ -1,4 +1,4 @@
-"""Calls derived from what a capability declares: one for every declared value, one a step outside every boundary.
+"""Calls derived from what a capability declares: the plainest, and those a step outside every boundary.
 
 The boundaries are worked out here a second time, from the fields and not with ``Capability``'s own ``fit`` and
 ``runs`` alone, so that a rule that accepts what its declaration excludes is found.
@@ -14,22 +14,18 @@ from typing import Any
 from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._capability import FLOATS, Capability, Heads
 from dsa_dispatch._decline import DeclineCode
-from dsa_dispatch._dispatch.check import INDEXED_STAGES, INDEXER_STAGES
+from dsa_dispatch._dispatch.check import INDEXED_STAGES, INDEXER_STAGES, largest_operand
 from dsa_dispatch._stages import BACKWARD_STAGES, Stage
+from dsa_dispatch.testing.extent import FULL, Extent
 from dsa_dispatch.testing.sizes import (
-    channel_pairs,
+    Sizes,
     head_counts,
     is_grouped,
     native_sizes,
     pads_width,
+    plainest,
     preferred_dtype,
-    widths,
 )
-
-LARGEST_WIDTH = 4096
-LARGEST_HEADS = 256
-LARGEST_CHANNELS = 1024
-"""Above these a declared value is judged but not run: it would make no small case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +58,19 @@ OPERATION_OF: dict[Stage, str] = {
 }
 
 
-def base_call(capability: Capability, stage: Stage, device: str) -> CallSpec:
+def base_call(capability: Capability, stage: Stage, device: str, extent: Extent = FULL) -> CallSpec:
     """The plainest call the stage declares."""
-    sizes = native_sizes(capability, stage)
+    return call_of(capability, stage, device, native_sizes(capability, stage, extent))
+
+
+def call_of(capability: Capability, stage: Stage, device: str, sizes: Sizes) -> CallSpec:
+    """A call of these sizes, as plain as the stage declares in everything else."""
     bounds = "ranges" if "ranges" in capability.bounds or stage in INDEXED_STAGES else "causal"
     call = CallSpec(
         operation=OPERATION_OF[stage],
         device=device,
         dtype=preferred_dtype(capability),
+        batch=sizes.batch,
         rows=sizes.rows,
         keys=sizes.keys,
         width=sizes.width,
@@ -83,16 +84,27 @@ def base_call(capability: Capability, stage: Stage, device: str) -> CallSpec:
         sparse_loss="sparse" in capability.losses,
         bounds=bounds,  # type: ignore[arg-type]  # one of the two literals
         layout="bshd" if "bshd" in capability.layouts else "thd",
-        context_parallel="none"
-        if "none" in capability.context_parallel
-        else sorted(capability.context_parallel)[0],
+        context_parallel=plainest(capability.context_parallel),
         needs_grad=_all_inputs(stage) if stage in BACKWARD_STAGES else frozenset(),
     )
+    call = with_channels(with_heads(call, stage, sizes.heads), stage, sizes.qk, sizes.v)
+    return call if stage in INDEXER_STAGES else dataclasses.replace(call, kv_heads=sizes.kv_heads)
+
+
+def with_heads(call: CallSpec, stage: Stage, count: int) -> CallSpec:
+    """The call with so many heads of the kind that the stage looks at."""
     if stage in INDEXER_STAGES:
-        return dataclasses.replace(call, index_heads=sizes.heads, index_channels=sizes.qk)
-    return dataclasses.replace(
-        call, heads=sizes.heads, kv_heads=sizes.kv_heads, qk_channels=sizes.qk, v_channels=sizes.v
-    )
+        return dataclasses.replace(call, index_heads=count)
+    return dataclasses.replace(call, heads=count)
+
+
+def with_channels(call: CallSpec, stage: Stage, qk: int, v: int) -> CallSpec:
+    """The call with these channels; an indexer and the teacher look at the first number alone."""
+    if stage in INDEXER_STAGES:
+        return dataclasses.replace(call, index_channels=qk)
+    if stage == "indexer_target":
+        return dataclasses.replace(call, qk_channels=qk)
+    return dataclasses.replace(call, qk_channels=qk, v_channels=v)
 
 
 def _weights_dtype(capability: Capability, stage: Stage) -> str:
@@ -103,118 +115,6 @@ def _weights_dtype(capability: Capability, stage: Stage) -> str:
 
 def _all_inputs(stage: Stage) -> frozenset[str]:
     return frozenset({"query", "key", "value"} if is_grouped(stage) else {"query", "key"})
-
-
-def _fields(stage: Stage) -> tuple[str, str, str]:
-    """The names of heads, channels and value channels in a call of this stage."""
-    if stage in INDEXER_STAGES:
-        return "index_heads", "index_channels", ""
-    return "heads", "qk_channels", "" if stage == "indexer_target" else "v_channels"
-
-
-def accepted_calls(capability: Capability, stage: Stage, device: str) -> Iterator[Accepted]:
-    """One call for every declared value, each different from the base in that value alone."""
-    base = base_call(capability, stage, device)
-
-    def vary(label: str, runs: bool = True, **changes: Any) -> Accepted:
-        return Accepted(label, dataclasses.replace(base, **changes), runs)
-
-    yield Accepted("base", base)
-    for dtype in sorted(capability.dtypes):
-        yield vary(f"dtype {dtype}", dtype=dtype)
-    if stage in INDEXER_STAGES:
-        for dtype in sorted(capability.weights_dtypes):
-            yield vary(f"weights {dtype}", weights_dtype=dtype)
-        for value in sorted(capability.relu):
-            yield vary(f"use_relu {value}", use_relu=value)
-    yield from _accepted_shapes(capability, stage, base)
-    if stage in ("indexer_target", "indexer_loss"):
-        for kind in sorted(capability.losses):
-            yield vary(f"{kind} loss", sparse_loss=kind == "sparse")
-    if stage not in INDEXED_STAGES:
-        for bounds in sorted(capability.bounds):
-            if base.context_parallel == "none" and base.layout == "bshd":
-                yield vary(f"bounds {bounds}", bounds=bounds)
-        ranged = "ranges" in capability.bounds
-        for layout in sorted(capability.layouts):
-            yield vary(f"layout {layout}", runs=ranged or layout == "bshd", layout=layout)
-        for kind in sorted(capability.context_parallel):
-            # The public operations name one context-parallel layout; a contiguous one is judged, not run.
-            yield vary(
-                f"context parallel {kind}", runs=ranged and kind != "contiguous", context_parallel=kind
-            )
-    else:
-        yield vary("ids int64", index_dtype="int64")
-    yield Accepted("batch 2", _two_items(capability, base))
-    if capability.deterministic and (stage != "indexer_topk" or capability.tie_rule == "lower_index"):
-        yield vary("deterministic", deterministic=True)
-    if stage in BACKWARD_STAGES and capability.partial_gradients:
-        for name in sorted(base.needs_grad):
-            yield vary(f"gradient of {name} alone", needs_grad=frozenset({name}))
-    for name, limit in (("rows", capability.max_rows), ("keys", capability.max_keys)):
-        if limit is not None:
-            yield vary(f"{name} {limit}", runs=limit <= LARGEST_WIDTH, **{name: limit})
-
-
-def _two_items(capability: Capability, base: CallSpec) -> CallSpec:
-    rows = base.rows if capability.max_rows is None else max(min(base.rows, capability.max_rows // 2), 0)
-    keys = base.keys if capability.max_keys is None else max(min(base.keys, capability.max_keys // 2), 0)
-    return dataclasses.replace(base, batch=2, rows=rows, keys=keys)
-
-
-def _accepted_shapes(capability: Capability, stage: Stage, base: CallSpec) -> Iterator[Accepted]:
-    heads_field, qk_field, v_field = _fields(stage)
-    step = base.kv_heads if is_grouped(stage) else 1
-    counts = head_counts(capability.heads, step)
-    shown = counts if capability.heads.values is not None else [*counts[:4], *counts[-1:]]
-    for count in dict.fromkeys(shown):
-        known_end = capability.heads.values is not None or capability.heads.maximum is not None
-        if count <= LARGEST_HEADS or known_end:
-            yield Accepted(
-                f"heads {count}",
-                dataclasses.replace(base, **{heads_field: count}),  # type: ignore[arg-type]  # an int field
-                count <= LARGEST_HEADS,
-            )
-    if capability.heads.pad and stage != "indexer_target" and not is_grouped(stage):
-        for count in dict.fromkeys(value - 1 for value in counts if 1 < value <= LARGEST_HEADS):
-            if count not in counts:
-                yield Accepted(
-                    f"heads {count}, padded",
-                    dataclasses.replace(base, **{heads_field: count}),  # type: ignore[arg-type]
-                )
-                break
-    if is_grouped(stage):
-        for count in [value for value in head_counts(capability.kv_heads)[:4] if base.heads % value == 0]:
-            yield Accepted(f"key heads {count}", dataclasses.replace(base, kv_heads=count))
-    yield from _accepted_channels(capability, stage, base, qk_field, v_field)
-    possible = widths(capability.width)
-    shown = [*possible[:3], *possible[-1:]] if capability.width.maximum is not None else possible[:3]
-    for width in dict.fromkeys(shown):
-        yield Accepted(f"width {width}", dataclasses.replace(base, width=width), width <= LARGEST_WIDTH)
-    if pads_width(capability, stage) and possible[0] > 1:
-        width = possible[0] - 1
-        yield Accepted(f"width {width}, padded", dataclasses.replace(base, width=width))
-
-
-def _accepted_channels(
-    capability: Capability, stage: Stage, base: CallSpec, qk_field: str, v_field: str
-) -> Iterator[Accepted]:
-    channels = capability.channels
-    pairs = channel_pairs(channels, stage in INDEXER_STAGES)
-    if channels.pairs is None:
-        step = channels.multiple_of
-        qk = pairs[0][0] + step
-        if channels.maximum is None or qk <= channels.maximum:
-            pairs.append((qk, qk))
-    for qk, v in pairs:
-        changes: dict[str, Any] = {qk_field: qk, **({v_field: v} if v_field else {})}
-        yield Accepted(f"channels {qk}/{v}", dataclasses.replace(base, **changes), qk <= LARGEST_CHANNELS)
-    qk, v = pairs[0]
-    if channels.pad and (channels.pairs is not None or channels.multiple_of > 1):
-        narrower = qk - 1
-        if narrower >= (v if v_field and not is_grouped(stage) else 1):
-            changes = {qk_field: narrower, **({v_field: v} if v_field else {})}
-            yield Accepted(f"channels {narrower}/{v}, padded", dataclasses.replace(base, **changes))
 
 
 def declined_calls(capability: Capability, stage: Stage, device: DeviceInfo) -> Iterator[Declined]:
@@ -228,10 +128,9 @@ def declined_calls(capability: Capability, stage: Stage, device: DeviceInfo) -> 
     yield from _declined_devices(capability, base, device)
     for dtype in sorted(FLOATS - capability.dtypes):
         yield vary(f"dtype {dtype}", code.DTYPE, dtype=dtype)
-    heads_field, _, _ = _fields(stage)
     may_pad = stage != "indexer_target" and not is_grouped(stage)
     for count in _heads_outside(capability.heads, may_pad):
-        yield vary(f"heads {count}", code.HEADS, **{heads_field: count})
+        yield Declined(f"heads {count}", with_heads(base, stage, count), device, code.HEADS)
     if is_grouped(stage):
         for count in _heads_outside(capability.kv_heads, may_pad=False):
             yield vary(f"key heads {count}", code.HEADS, kv_heads=count)
@@ -257,7 +156,7 @@ def declined_calls(capability: Capability, stage: Stage, device: DeviceInfo) -> 
     for extra in ("explicit_values", "key_positions", "mask"):
         yield vary(f"extra {extra}", code.LAYOUT, extras=frozenset({extra}))
     yield from _declined_promises(capability, stage, base, device)
-    yield from _declined_limits(capability, base, device)
+    yield from _declined_limits(capability, stage, base, device)
 
 
 def _declined_devices(capability: Capability, base: CallSpec, device: DeviceInfo) -> Iterator[Declined]:
@@ -305,14 +204,14 @@ def _declined_channels(
     capability: Capability, stage: Stage, base: CallSpec, device: DeviceInfo
 ) -> Iterator[Declined]:
     channels = capability.channels
-    _, qk_field, v_field = _fields(stage)
+    has_value = stage in INDEXED_STAGES
     outside: set[tuple[int, int]] = set()
     if channels.pairs is not None:
         widest = max(qk for qk, _ in channels.pairs)
         for qk, v in channels.pairs:
             near = [(qk + 1, v), *([] if channels.pad else [(qk - 1, v)])]
             outside |= {pair for pair in near if not channels.pad or pair[0] > widest}
-            if v_field and v:
+            if has_value and v:
                 outside |= {(qk, v - 1), (qk, v + 1)}
         outside -= set(channels.pairs)
     else:
@@ -321,10 +220,9 @@ def _declined_channels(
         if channels.maximum is not None:
             outside.add((channels.maximum + 1, 1))
     for qk, v in sorted(outside):
-        if qk >= 1 and (not v_field or v >= 1):
-            changes: dict[str, Any] = {qk_field: qk, **({v_field: v} if v_field else {})}
-            label = f"channels {qk}/{v}" if v_field else f"channels {qk}"
-            yield Declined(label, dataclasses.replace(base, **changes), device, DeclineCode.CHANNELS)
+        if qk >= 1 and (not has_value or v >= 1):
+            label = f"channels {qk}/{v}" if has_value else f"channels {qk}"
+            yield Declined(label, with_channels(base, stage, qk, v), device, DeclineCode.CHANNELS)
 
 
 def _widths_outside(capability: Capability, stage: Stage) -> list[int]:
@@ -356,13 +254,15 @@ def _declined_promises(
         yield Declined("gradient of query alone", partial, device, DeclineCode.GRAD)
 
 
-def _declined_limits(capability: Capability, base: CallSpec, device: DeviceInfo) -> Iterator[Declined]:
+def _declined_limits(
+    capability: Capability, stage: Stage, base: CallSpec, device: DeviceInfo
+) -> Iterator[Declined]:
     for name, limit in (("rows", capability.max_rows), ("keys", capability.max_keys)):
         if limit is not None:
             call = dataclasses.replace(base, **{name: limit + 1})  # type: ignore[arg-type]  # an int field
             yield Declined(f"{name} {limit + 1}", call, device, DeclineCode.LIMIT)
     if capability.max_elements is not None:
-        per_row = max(base.heads * base.qk_channels, base.index_heads * base.index_channels)
+        per_row = largest_operand(stage, dataclasses.replace(base, rows=1, keys=0))
         call = dataclasses.replace(base, rows=capability.max_elements // per_row + 1)
         yield Declined(f"elements above {capability.max_elements}", call, device, DeclineCode.LIMIT)
     if capability.shared_memory:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.check import INDEXED_STAGES
+from dsa_dispatch.testing import accuracy, dense
+from dsa_dispatch.testing.dense import in_chunks
 from dsa_dispatch.testing.guards import GuardedAllocations
 from dsa_dispatch.testing.judge import ConformanceError, bits, compare, same, unchanged
-from dsa_dispatch.testing.operands import ACCUMULATORS, Ids, Operands, Subject, exact_results, make
-from dsa_dispatch.testing.sizes import Sizes, widths
+from dsa_dispatch.testing.operands import ACCUMULATORS, Operands, Subject, exact_results, make
+from dsa_dispatch.testing.sizes import Sizes, several_items
 from dsa_dispatch.testing.slots import (
     doubled,
     duplicates,
@@ -26,10 +27,8 @@ from dsa_dispatch.testing.slots import (
     past_length,
     some_empty,
 )
-from dsa_dispatch.testing.stage_run import judge_stage, run_stage
-
-LONG_ROW = 1024
-MANY_ROWS = 4096
+from dsa_dispatch.testing.stage_run import judge_results, judge_stage, lse_faults, run_stage
+from dsa_dispatch.testing.tiles import tile_checks
 
 
 def values(subject: Subject, dtype: str) -> None:
@@ -40,7 +39,7 @@ def values(subject: Subject, dtype: str) -> None:
     if missing:
         raise ConformanceError(f"values: {', '.join(missing)} is missing, though it is needed")
     _check_form(operands, got)
-    for seed in (11, 12):
+    for seed in subject.extent.seeds:
         judge_stage(subject, "values", make(subject, dtype=dtype, seed=seed))
 
 
@@ -62,28 +61,17 @@ def _check_form(operands: Operands, got: dict[str, Tensor]) -> None:
 
 def lse(subject: Subject) -> None:
     operands = make(subject, ids=some_empty)
-    base_two = {"lse": operands.exact()["lse"] / math.log(2.0)}
-    unscaled = exact_results(subject.stage, operands.plain, operands.ids, {**operands.host, "scale": 1.0})
     compare(
         "lse is the natural logarithm of the summed exponentials of the scaled scores, -inf without a key",
         {"lse": run_stage(subject, operands)["lse"]},
         {"lse": operands.exact()["lse"]},
         operands.dtype,
-        {
-            "a logarithm of base 2": lambda: base_two,
-            "the scale left out": lambda: {"lse": unscaled["lse"]},
-        },
-    )
-
-
-def large_scores(subject: Subject) -> None:
-    judge_stage(
-        subject, "queries scaled by 30 stay accurate (subtract the maximum)", make(subject, amplify=30.0)
+        lse_faults(operands),
     )
 
 
 def guards(subject: Subject) -> None:
-    operands = make(subject)
+    operands = make(subject, ids=some_empty)
     with GuardedAllocations() as allocations:
         got = run_stage(subject, operands)
     damage = allocations.damage()
@@ -95,8 +83,7 @@ def guards(subject: Subject) -> None:
             f"writes outside its tensors: {'; '.join(damage)}. The call has {operands.sizes.heads} heads; a kernel "
             f"that rounds heads, rows or width up must mask what it stores"
         )
-    wanted = {name: tensor for name, tensor in operands.exact().items() if name != "lse"}
-    compare("a value is left unwritten where memory was not zero before", got, wanted, operands.dtype)
+    judge_results("a value is left unwritten where memory was not zero before", operands, got)
 
 
 def unmodified(subject: Subject) -> None:
@@ -128,32 +115,15 @@ def repeatable(subject: Subject) -> None:
 
 def chunks(subject: Subject) -> None:
     """Two batch items in one call, and the same rows in chunks that do not respect the items."""
-    base = subject.sizes
-    most = subject.capability.max_rows or 6
-    sizes = dataclasses.replace(base, batch=2, rows=max(min(3, most // 2), 1))
-    if subject.capability.max_keys is not None:
-        sizes = dataclasses.replace(sizes, keys=max(min(base.keys, subject.capability.max_keys // 2), 1))
-    whole = make(subject, sizes=sizes)
-    judge_stage(subject, "two batch items in one call: results do not depend on the neighbour", whole)
-    _judge_neighbour(subject, sizes)
-    total = 2 * sizes.rows
-    pieces = make(subject, sizes=sizes)
-    parts = []
-    for first, last in ((0, total // 2 + 1), (total // 2 + 1, total)):
-        if first < last:
-            parts.append(run_stage(subject, pieces.rows_of(first, last)))
-    sums = ACCUMULATORS.get(subject.stage, {})
-    joined = {
-        name: parts[-1][name] if name in sums else torch.cat([part[name] for part in parts])
-        for name in parts[0]
-    }
-    wanted = {name: tensor for name, tensor in whole.exact().items() if name != "lse"}
-    compare(
-        "rows in chunks: a stage may be called with a slice of the rows, at `rows.first_row`",
-        joined,
-        wanted,
-        whole.dtype,
+    sizes = several_items(subject.capability, subject.sizes)
+    judge_stage(
+        subject,
+        "two batch items in one call: results do not depend on the neighbour",
+        make(subject, sizes=sizes),
     )
+    if sizes.batch > 1:
+        _judge_neighbour(subject, sizes)
+    in_chunks(subject, "rows in chunks", make(subject, sizes=sizes))
 
 
 def _judge_neighbour(subject: Subject, sizes: Sizes) -> None:
@@ -166,13 +136,9 @@ def _judge_neighbour(subject: Subject, sizes: Sizes) -> None:
     got = run_stage(subject, operands)
     wanted = operands.exact()
     keys = ("dk", "dv", "dkv")
-    own = {
-        name: tensor[: sizes.keys if name in keys else sizes.rows]
-        for name, tensor in wanted.items()
-        if name != "lse"
-    }
+    own = {name: tensor[: sizes.keys if name in keys else sizes.rows] for name, tensor in wanted.items()}
     mine = {name: got[name][: len(tensor)] for name, tensor in own.items()}
-    compare("results do not depend on the batch neighbour: its NaN came through", mine, own, operands.dtype)
+    judge_results("results do not depend on the batch neighbour: its NaN came through", operands, mine, own)
 
 
 def strided(subject: Subject) -> None:
@@ -215,73 +181,6 @@ def accumulates(subject: Subject) -> None:
     )
 
 
-def long_rows(subject: Subject) -> None:
-    """Equal scores over many keys: a sum in bf16 stops growing long before its end."""
-    possible = [width for width in widths(subject.capability.width) if width <= LONG_ROW]
-    if not possible:
-        return
-    sizes = dataclasses.replace(subject.sizes, width=possible[-1], keys=possible[-1], rows=2)
-    dtype = next(
-        name for name in ("bfloat16", "float16", "float32", "float64") if name in subject.capability.dtypes
-    )
-    operands = make(subject, sizes=sizes, dtype=dtype, amplify=0.01)
-    for name in ("k", "v"):
-        given, plain = operands.given.get(name), operands.plain.get(name)
-        if given is not None and plain is not None:
-            plain.copy_((plain.float() / 4 + 1).to(plain.dtype))
-            given.copy_(plain)
-    claim = f"sums over {sizes.width} keys run in fp32 (fp64 for fp64 inputs), not in {dtype}"
-    got = run_stage(subject, operands)
-    compare(claim, got, {name: got_ for name, got_ in operands.exact().items() if name in got}, dtype)
-
-
-def many_rows(subject: Subject) -> None:
-    """Thousands of queries on one key: its gradient must be summed in fp32."""
-    if subject.capability.max_rows is not None and subject.capability.max_rows < MANY_ROWS:
-        return
-    dtype = next(
-        name for name in ("bfloat16", "float16", "float32", "float64") if name in subject.capability.dtypes
-    )
-    native = subject.sizes
-    sizes = dataclasses.replace(native, rows=MANY_ROWS, keys=2, width=widths(subject.capability.width)[0])
-
-    def one_key(sizes: Sizes, generator: torch.Generator) -> Ids:
-        slots = torch.full((sizes.rows, sizes.width), -1)
-        slots[:, 0] = 1
-        if sizes.width > 1:
-            slots[::2, 1] = 0
-        return Ids(slots, torch.full((sizes.rows,), min(sizes.width, 2)))
-
-    operands = make(subject, ids=one_key, sizes=sizes, dtype=dtype)
-    claim = f"the gradient of one key over {MANY_ROWS} queries is summed in fp32 (fp64 for fp64 inputs)"
-    judge_stage(subject, claim, operands)
-
-
-def deterministic(subject: Subject) -> None:
-    """``options.deterministic``: equal bits again and again, accumulators included."""
-    sizes = dataclasses.replace(subject.sizes, rows=min(64, subject.capability.max_rows or 64))
-    first = run_stage(subject, make(subject, sizes=sizes, deterministic=True))
-    for _ in range(2):
-        again = run_stage(subject, make(subject, sizes=sizes, deterministic=True))
-        same("deterministic=True gives equal bits every time", first, again)
-
-
-def dense(subject: Subject) -> None:
-    """The dense loss: every key of a row's range is a column, also in chunks of two batch items."""
-    claim = "dense form: column c is key c of the row's own batch item, valid inside [starts, ends)"
-    judge_stage(subject, claim, make(subject, sparse=False))
-    judge_stage(subject, f"{claim}, with NaN in every key outside", make(subject, sparse=False, poison=True))
-    sizes = dataclasses.replace(subject.sizes, batch=2, rows=min(3, subject.sizes.rows))
-    whole = make(subject, sizes=sizes, sparse=False)
-    first = run_stage(subject, whole.rows_of(0, sizes.rows + 1))
-    second = run_stage(subject, whole.rows_of(sizes.rows + 1, 2 * sizes.rows))
-    sums = ACCUMULATORS.get(subject.stage, {})
-    joined = {
-        name: second[name] if name in sums else torch.cat([first[name], second[name]]) for name in first
-    }
-    compare(f"{claim}, in chunks", joined, whole.exact(), whole.dtype)
-
-
 def with_lse(subject: Subject) -> None:
     operands = make(subject)
     plain = {"q": operands.plain["q"], "k": operands.plain["k"]}
@@ -318,45 +217,51 @@ def softmax_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]
     """The checks that apply to an attention, target or loss stage, with their names."""
     stage, capability = subject.stage, subject.capability
     cleaned = capability.index_form == "prefix" and stage in INDEXED_STAGES
-
-    def bound(check: Callable[..., None], *args: Any) -> Callable[[], None]:
-        return lambda: check(subject, *args)
+    of_loss = stage in ("indexer_target", "indexer_loss")
 
     if stage.endswith("forward"):
-        yield "lse", bound(lse)
+        yield "lse", partial(lse, subject)
     if stage == "indexer_target":
-        yield "lse given", bound(with_lse)
-    if stage not in ("indexer_target", "indexer_loss") or "sparse" in capability.losses:
+        yield "lse given", partial(with_lse, subject)
+    if not of_loss or "sparse" in capability.losses:
         if not cleaned:
-            yield "holes", bound(holes)
-            yield "length", bound(past_length)
-        yield "empty rows", bound(empty_rows)
-        yield "duplicates", bound(duplicates)
+            yield "holes", partial(holes, subject)
+            yield "length", partial(past_length, subject)
+        yield "empty rows", partial(empty_rows, subject)
+        if subject.sizes.width > 2:
+            yield "duplicates", partial(duplicates, subject)
         if capability.index_form == "any":
-            yield "ids outside the keys", bound(outside_ids)
-    if stage in ("indexer_target", "indexer_loss") and "dense" in capability.losses:
-        yield "dense form", bound(dense)
+            yield "ids outside the keys", partial(outside_ids, subject)
+    if of_loss and "dense" in capability.losses:
+        if "ranges" in capability.bounds:
+            yield "dense form", partial(dense.ranges, subject)
+        if "causal" in capability.bounds:
+            yield "dense form, causal", partial(dense.causal, subject)
+    if stage == "indexer_loss":
+        for kind in sorted(capability.losses):
+            yield f"rows without mass, {kind}", partial(dense.without_mass, subject, kind == "sparse")
     if ACCUMULATORS.get(stage):
-        yield "accumulators", bound(accumulates)
-        yield "many rows on one key", bound(many_rows)
+        yield "accumulators", partial(accumulates, subject)
+        yield "many rows on one key", partial(accuracy.many_rows, subject)
     else:
-        yield "long rows", bound(long_rows)
+        yield "long rows", partial(accuracy.long_rows, subject)
     if stage == "indexer_loss" or (stage.endswith("backward") and capability.partial_gradients):
-        yield "unneeded gradients", bound(unneeded)
+        yield "unneeded gradients", partial(unneeded, subject)
     yield from common_checks(subject)
     for dtype in sorted(capability.dtypes):
-        yield f"values {dtype}", bound(values, dtype)
-    yield "large scores", bound(large_scores)
-    yield "chunks and batch", bound(chunks)
+        yield f"values {dtype}", partial(values, subject, dtype)
+    yield "large scores", partial(accuracy.large_scores, subject)
+    yield "chunks and batch", partial(chunks, subject)
+    yield from tile_checks(subject)
 
 
 def common_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
     """What is checked alike for every stage that ``make`` can make operands for."""
-    yield "guard rows", lambda: guards(subject)
-    yield "inputs unmodified", lambda: unmodified(subject)
-    yield "earlier calls", lambda: repeatable(subject)
-    yield "strided rows", lambda: strided(subject)
+    yield "guard rows", partial(guards, subject)
+    yield "inputs unmodified", partial(unmodified, subject)
+    yield "earlier calls", partial(repeatable, subject)
+    yield "strided rows", partial(strided, subject)
     if subject.capability.deterministic:
-        yield "deterministic", lambda: deterministic(subject)
+        yield "deterministic", partial(accuracy.deterministic, subject)
     if subject.device.type == "cuda" and subject.capability.capture_safe:
-        yield "no synchronisation", lambda: no_synchronisation(subject)
+        yield "no synchronisation", partial(no_synchronisation, subject)

@@ -6,24 +6,28 @@ pytest is not imported here: ``BackendConformance`` uses its hooks by their name
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dsa_dispatch._backend import BackendSpec
-from dsa_dispatch._capability import Capability
+from dsa_dispatch._capability import FLOATS, Capability
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._registry import selftest
 from dsa_dispatch._registry.availability import installation_declines, resolve_reference
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import STAGES, Stage
-from dsa_dispatch.errors import DSADispatchError, UnknownBackendError
-from dsa_dispatch.testing.calls import check_accepted, check_declined
-from dsa_dispatch.testing.cases import accepted_calls, declined_calls
+from dsa_dispatch.errors import BackendDeclined, ConfigError, DSADispatchError, UnknownBackendError
+from dsa_dispatch.testing.accepted import accepted_calls
+from dsa_dispatch.testing.calls import check_accepted, check_declined, check_some_accepted
+from dsa_dispatch.testing.cases import declined_calls
 from dsa_dispatch.testing.checks import softmax_checks
-from dsa_dispatch.testing.judge import ConformanceError, NotHere
+from dsa_dispatch.testing.extent import EXTENTS, Size
+from dsa_dispatch.testing.judge import ConformanceError, DeclinedHere, NotHere
 from dsa_dispatch.testing.operands import Subject
 from dsa_dispatch.testing.selection import selection_checks
 
@@ -44,10 +48,17 @@ class ConformanceCheck:
         return f"{self.backend}-{self.stage}-{self.device}-{self.name}".replace(" ", "_")
 
     def run(self) -> None:
-        """Run it. Whatever else the backend raises becomes a ``ConformanceError`` that names stage and check."""
+        """Run it. Whatever else the backend raises becomes a ``ConformanceError`` that names stage and check.
+
+        Raises ``DeclinedHere``, a ``NotHere``, where the backend declines at run time what it declares.
+        """
         __tracebackhide__ = True
         try:
             self.function()
+        except BackendDeclined as declined:
+            raise DeclinedHere(
+                f"{self.backend} {self.stage} on {self.device}: {self.name}: declined: {declined.decline}"
+            ) from None
         except (ConformanceError, NotHere) as error:
             # What the backend raised, if anything, stays the cause; the suite's own frames tell an author nothing.
             raise type(error)(f"{self.backend} {self.stage} on {self.device}: {error}") from error.__cause__
@@ -57,11 +68,23 @@ class ConformanceCheck:
             ) from error
 
 
-def conformance_checks(backend: str) -> tuple[ConformanceCheck, ...]:
+def conformance_checks(
+    backend: str, *, dtypes: Iterable[str] = (), size: Size = "full"
+) -> tuple[ConformanceCheck, ...]:
     """Every check of a registered backend on every device of this machine, by stage; imports no kernel yet.
 
-    Raises ``UnknownBackendError`` when nobody registered that name.
+    ``dtypes`` restricts the checks that run a kernel to these types, where the machine cannot run the others rightly.
+    ``size="small"`` runs every check on smaller cases, for a slow device such as an interpreter: see
+    ``dsa_dispatch.testing.extent``. Raises ``UnknownBackendError`` when nobody registered that name, ``ConfigError``
+    for an unknown type or size.
     """
+    only = frozenset(dtypes)
+    if only - FLOATS or size not in EXTENTS:
+        wrong = ", ".join(sorted(only - FLOATS)) or size
+        raise ConfigError(
+            f"conformance: got {wrong!r}, expected dtypes among {', '.join(sorted(FLOATS))} and a size among "
+            f"{', '.join(EXTENTS)}"
+        )
     known = current().snapshot.backends
     if backend not in known:
         failures = current().snapshot.failures
@@ -70,7 +93,7 @@ def conformance_checks(backend: str) -> tuple[ConformanceCheck, ...]:
             f"conformance: unknown backend {backend!r}; registered: {', '.join(sorted(known))}.{lost} "
             f"Install its distribution in this environment; `dsa-dispatch doctor` shows tracebacks."
         )
-    return tuple(_checks_of(known[backend].spec))
+    return tuple(_checks_of(known[backend].spec, only, size))
 
 
 def third_party_backends() -> tuple[str, ...]:
@@ -82,7 +105,7 @@ def third_party_backends() -> tuple[str, ...]:
     )
 
 
-def _checks_of(spec: BackendSpec) -> Iterator[ConformanceCheck]:
+def _checks_of(spec: BackendSpec, dtypes: frozenset[str], size: Size) -> Iterator[ConformanceCheck]:
     for stage in STAGES:
         if stage not in spec.stages:
             continue
@@ -91,12 +114,15 @@ def _checks_of(spec: BackendSpec) -> Iterator[ConformanceCheck]:
         if missing:
             yield _not_here(spec, stage, "any", "; ".join(str(decline) for decline in missing))
             continue
+        if dtypes and not dtypes & capability.dtypes:
+            yield _not_here(spec, stage, "any", f"declares none of {', '.join(sorted(dtypes))}")
+            continue
         devices = [device for device in _devices() if _runs_on(capability, device)]
         if not devices:
             wanted = ", ".join(sorted(capability.devices or ())) or "another GPU"
             yield _not_here(spec, stage, "any", f"needs {wanted}, which this machine does not have")
         for device in devices:
-            for name, function in _stage_checks(spec, stage, device):
+            for name, function in _stage_checks(spec, stage, device, dtypes, size):
                 yield ConformanceCheck(spec.name, stage, str(device), name, function)
 
 
@@ -122,10 +148,18 @@ def _runs_on(capability: Capability, device: torch.device) -> bool:
     return have is not None and any(low <= have < high for low, high in capability.compute_capabilities)
 
 
+def _restricted(capability: Capability, dtypes: frozenset[str]) -> Capability:
+    if not dtypes:
+        return capability
+    weights = capability.weights_dtypes & dtypes or capability.weights_dtypes
+    return dataclasses.replace(capability, dtypes=capability.dtypes & dtypes, weights_dtypes=weights)
+
+
 def _stage_checks(
-    spec: BackendSpec, stage: Stage, device: torch.device
+    spec: BackendSpec, stage: Stage, device: torch.device, dtypes: frozenset[str], size: Size
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    capability = spec.stages[stage].capability
+    declared = spec.stages[stage].capability
+    capability = _restricted(declared, dtypes)
     loaded: list[Callable[..., Any]] = []
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -133,13 +167,16 @@ def _stage_checks(
             loaded.append(resolve_reference(spec.stages[stage].function))
         return loaded[0](*args, **kwargs)
 
-    subject = Subject(spec.name, stage, capability, function, device)
+    extent = EXTENTS[size]
+    subject = Subject(spec.name, stage, capability, function, device, extent)
     yield from selection_checks(subject) if stage == "indexer_topk" else softmax_checks(subject)
-    yield "self-test", lambda: selftest.run(function, capability, stage, device)
-    for accepted in accepted_calls(capability, stage, device.type):
-        yield f"accepts {accepted.label}", lambda case=accepted: check_accepted(spec, stage, case, device)  # type: ignore[misc]
-    for declined in declined_calls(capability, stage, device_info(device)):
-        yield f"declines {declined.label}", lambda case=declined: check_declined(spec, stage, case)  # type: ignore[misc]
+    yield "self-test", partial(selftest.run, function, capability, stage, device)
+    accepted = tuple(accepted_calls(capability, stage, device.type, extent))
+    yield f"accepts {accepted[0].label}", partial(check_some_accepted, spec, stage, accepted, device)
+    for inside in accepted[1:]:
+        yield f"accepts {inside.label}", partial(check_accepted, spec, stage, inside, device)
+    for outside in declined_calls(declared, stage, device_info(device)):
+        yield f"declines {outside.label}", partial(check_declined, spec, stage, outside)
 
 
 class BackendConformance:
@@ -154,10 +191,13 @@ class BackendConformance:
 
     Without ``backend`` every backend that is installed here and did not come with this library is checked; a name
     checks that one. The checks follow from the declared data: accepting calls from every declared value, declining ones
-    a step outside every boundary, and the claims of the contract in between.
+    a step outside every boundary, and the claims of the contract in between. ``dtypes`` and ``size`` are those of
+    ``conformance_checks``.
     """
 
     backend: ClassVar[str] = ""
+    dtypes: ClassVar[tuple[str, ...]] = ()
+    size: ClassVar[Size] = "full"
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         if "conformance_check" not in metafunc.fixturenames:
@@ -169,16 +209,20 @@ class BackendConformance:
     def checks(cls) -> tuple[ConformanceCheck, ...]:
         """What is checked. A backend that cannot be found is one failing check, not an error of collection."""
         with contextlib.suppress(DSADispatchError):
-            names = (cls.backend,) if cls.backend else third_party_backends()
-            checks = tuple(check for name in names for check in conformance_checks(name))
-            if checks:
+            if checks := cls._found():
                 return checks
         return (ConformanceCheck(cls.backend or "plugin", "any stage", "any", "is registered", cls._missing),)
 
     @classmethod
+    def _found(cls) -> tuple[ConformanceCheck, ...]:
+        names = (cls.backend,) if cls.backend else third_party_backends()
+        return tuple(
+            check for name in names for check in conformance_checks(name, dtypes=cls.dtypes, size=cls.size)
+        )
+
+    @classmethod
     def _missing(cls) -> None:
-        if cls.backend:
-            conformance_checks(cls.backend)
+        cls._found()
         failures = "".join(
             f"\n{failure.plugin!r} of {failure.distribution} failed at {failure.step}:\n{failure.traceback}"
             for failure in current().snapshot.failures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -10,15 +11,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dsa_dispatch._call import RowLayout, StageOptions
+from dsa_dispatch._call import Bounds, RowLayout, StageOptions
 from dsa_dispatch._capability import Capability
 from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch._dispatch.check import INDEXED_STAGES
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.testing import formulas
+from dsa_dispatch.testing.extent import FULL, Extent
 from dsa_dispatch.testing.guards import Guarded, between_nan, guard
-from dsa_dispatch.testing.sizes import Sizes, is_grouped, native_sizes, preferred_dtype
+from dsa_dispatch.testing.sizes import Sizes, is_grouped, native_sizes, plainest, preferred_dtype
 
-SCALE: Final = 0.3
+
+def scale_for(channels: int) -> float:
+    """Scores spread alike at every width, a little over 1; never ``channels ** -0.5``, which a kernel might assume."""
+    return 0.3 * math.sqrt(32 / channels)
+
 
 _POSITIONAL: Final[dict[Stage, tuple[str, ...]]] = {
     "indexer_topk": ("q", "k", "w", "starts", "ends"),
@@ -59,6 +66,7 @@ class Subject:
     capability: Capability
     function: Callable[..., Any]
     device: torch.device
+    extent: Extent = FULL
 
     @property
     def dtype(self) -> str:
@@ -66,7 +74,7 @@ class Subject:
 
     @property
     def sizes(self) -> Sizes:
-        return native_sizes(self.capability, self.stage)
+        return native_sizes(self.capability, self.stage, self.extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +138,14 @@ class Operands:
     def rows_of(self, first: int, last: int) -> Operands:
         """The same operands for a chunk of rows; accumulators are shared, as the core shares them."""
         per_row = ("q", "w", "indices", "length", "starts", "ends", "out", "lse", "dout", "mass")
-        cut = {
-            name: tensor[first:last] if name in per_row and tensor is not None else tensor
+        part = slice(first, last)
+        given = {
+            name: tensor[part] if name in per_row and tensor is not None else tensor
             for name, tensor in self.given.items()
         }
-        return dataclasses.replace(self, given=cut, rows=self.rows.at(self.rows.first_row + first))
+        plain = {name: tensor[part] if name in per_row else tensor for name, tensor in self.plain.items()}
+        rows = self.rows.at(self.rows.first_row + first)
+        return dataclasses.replace(self, given=given, plain=plain, ids=self.ids[part], rows=rows)
 
 
 def exact_results(
@@ -206,17 +217,20 @@ def make(
     dtype: str | None = None,
     sizes: Sizes | None = None,
     sparse: bool | None = None,
+    bounds: Bounds | None = None,
     amplify: float = 1.0,
     poison: bool = False,
     deterministic: bool = False,
     need: Mapping[str, bool] | None = None,
+    adjust: Callable[[dict[str, Tensor]], None] | None = None,
     seed: int = 11,
     **host: Any,
 ) -> Operands:
     """Random operands for a stage, the same on every machine.
 
     ``poison`` fills keys that no slot names with NaN; the keys always lie between rows of NaN. ``amplify`` multiplies
-    the queries. ``need`` says, by the gradient's name, which are not needed.
+    the queries. ``need`` says, by the gradient's name, which are not needed. ``adjust`` may change the drawn operands
+    before anything is derived from them.
     """
     stage, capability, device = subject.stage, subject.capability, subject.device
     sizes = sizes or subject.sizes
@@ -235,10 +249,15 @@ def make(
     if grouped:
         plain["v"] = draw(keys, sizes.kv_heads, sizes.v)
     wanted = ids(sizes, generator)
-    starts, ends = ranges(sizes, generator)
-    named = wanted.named(keys)
+    indexed = stage in INDEXED_STAGES
+    bounds = bounds or ("ranges" if indexed or "ranges" in capability.bounds else "causal")
+    starts, ends = row_bounds(sizes, generator, bounds)
     loss_stage = stage in ("indexer_target", "indexer_loss")
     dense = loss_stage and not ("sparse" in capability.losses if sparse is None else sparse)
+    if loss_stage and not dense:
+        # What was selected lies inside the row's range.
+        starts, ends, wanted = _selected_from(sizes, wanted, bounds)
+    named = wanted.named(keys)
     if dense:
         columns = torch.arange(sizes.keys) + torch.arange(total)[:, None] // sizes.rows * sizes.keys
         named = torch.where((columns >= starts[:, None]) & (columns < ends[:, None]), columns, -1)
@@ -251,8 +270,10 @@ def make(
             _weights_dtype(capability, dtype)
         )
     plain["mass"] = (torch.rand(named.shape, generator=generator).double() * (named >= 0)).to(wide)
+    if adjust is not None:
+        adjust(plain)
     used: dict[str, Any] = {
-        "scale": SCALE,
+        "scale": scale_for(sizes.qk),
         "v_channels": sizes.v,
         "topk": sizes.width,
         "use_relu": True in capability.relu,
@@ -300,7 +321,14 @@ def make(
         given=given,
         plain={name: tensor.to(device) for name, tensor in plain.items()},
         ids=named,
-        rows=RowLayout(batch=sizes.batch, rows=sizes.rows, keys=sizes.keys, bounds="ranges"),
+        rows=RowLayout(
+            batch=sizes.batch,
+            rows=sizes.rows,
+            keys=sizes.keys,
+            bounds=bounds,
+            layout="bshd" if indexed or "bshd" in capability.layouts else "thd",
+            context_parallel="none" if indexed else plainest(capability.context_parallel),
+        ),
         host=used,
         options=StageOptions(deterministic=deterministic),
         accumulators=accumulators,
@@ -314,12 +342,26 @@ def _weights_dtype(capability: Capability, dtype: str) -> torch.dtype:
     return kind
 
 
-def ranges(sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Ranges of global ids, each inside its row's batch item; the last row of every item has no key."""
+def row_bounds(sizes: Sizes, generator: torch.Generator, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Ranges of global ids, each inside its row's batch item. Causal ones follow from the sizes; of the others the last
+    row of every item has no key."""
     total = sizes.batch * sizes.rows
-    first = torch.arange(total) // sizes.rows * sizes.keys
+    row = torch.arange(total)
+    first = row // sizes.rows * sizes.keys
+    if bounds == "causal":
+        return first, first + (sizes.keys - sizes.rows + row % sizes.rows + 1).clamp(min=0)
     starts = torch.randint(0, max(sizes.keys // 3, 1), (total,), generator=generator)
     ends = sizes.keys - torch.randint(0, max(sizes.keys // 3, 1), (total,), generator=generator)
     if sizes.rows > 1:
         ends[sizes.rows - 1 :: sizes.rows] = starts[sizes.rows - 1 :: sizes.rows]
     return first + starts, first + torch.maximum(ends, starts)
+
+
+def _selected_from(sizes: Sizes, ids: Ids, bounds: Bounds) -> tuple[Tensor, Tensor, Ids]:
+    """Bounds that hold the ids of a sparse loss: whole batch items, or causal ones and no id beyond them."""
+    starts, ends = row_bounds(sizes, torch.Generator(), "causal")
+    if bounds == "ranges":
+        return starts, starts + sizes.keys, ids
+    inside = (ids.slots >= 0) & (ids.slots < sizes.batch * sizes.keys)
+    beyond = inside & (ids.slots >= ends[:, None])
+    return starts, ends, Ids(torch.where(beyond, -1, ids.slots), ids.length)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +15,8 @@ from dsa_dispatch.testing.checks import common_checks
 from dsa_dispatch.testing.guards import GuardedAllocations
 from dsa_dispatch.testing.judge import ConformanceError, unchanged
 from dsa_dispatch.testing.operands import Operands, Subject, make
-from dsa_dispatch.testing.sizes import Sizes
-
-CROWD = 1024
+from dsa_dispatch.testing.sizes import Sizes, several_items, within_limits
+from dsa_dispatch.testing.tiles import sizes_beyond
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,40 +123,41 @@ def _judge(subject: Subject, claim: str, operands: Operands, *, integers: bool =
 def _more_keys(subject: Subject) -> Sizes:
     """Several keys for every slot, so that there is something to reject."""
     sizes = subject.sizes
-    keys = min(4 * sizes.width, subject.capability.max_keys or 4 * sizes.width)
-    return dataclasses.replace(sizes, keys=keys)
+    return within_limits(subject.capability, dataclasses.replace(sizes, keys=4 * sizes.width))
 
 
-def integer_operands(subject: Subject, dtype: str | None = None, seed: int = 11) -> Operands:
-    """Small integers in few channels: every product and sum is exact in every declared type, and most scores tie."""
-    operands = make(subject, sizes=_more_keys(subject), dtype=dtype, seed=seed)
+def _small_integers(seed: int, plain: dict[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, low, high in (("q", -2, 3), ("k", -1, 2), ("w", -1, 3)):
-        plain, given = operands.plain[name], operands.given[name]
-        assert given is not None
-        values = torch.randint(low, high, plain.shape, generator=generator)
+        plain[name].copy_(torch.randint(low, high, plain[name].shape, generator=generator))
         if name != "w":
-            values[..., 3:] = 0
-        plain.copy_(values)
-        given.copy_(values)
-    return operands
+            plain[name][..., 3:] = 0
+
+
+def integer_operands(
+    subject: Subject, dtype: str | None = None, seed: int = 11, sizes: Sizes | None = None
+) -> Operands:
+    """Small integers in few channels: every product and sum is exact in every declared type, and most scores tie."""
+    sizes = sizes or _more_keys(subject)
+    return make(subject, sizes=sizes, dtype=dtype, seed=seed, adjust=partial(_small_integers, seed))
 
 
 def values(subject: Subject, dtype: str) -> None:
     """Random keys, and many keys that are almost alike, whose scores a coarser type cannot tell apart."""
-    for seed in (11, 12):
+    for seed in subject.extent.seeds:
         _judge(subject, "values", make(subject, sizes=_more_keys(subject), dtype=dtype, seed=seed))
-    crowded = dataclasses.replace(subject.sizes, keys=min(subject.capability.max_keys or CROWD, CROWD))
-    operands = make(subject, sizes=crowded, dtype=dtype)
-    plain, given = operands.plain["k"], operands.given["k"]
-    assert given is not None
-    plain.copy_(plain[:1] + plain / 64)
-    given.copy_(plain)
+
+    def almost_alike(plain: dict[str, Tensor]) -> None:
+        plain["k"].copy_(plain["k"][:1] + plain["k"] / 64)
+
+    crowded = dataclasses.replace(subject.sizes, keys=subject.extent.crowd)
+    crowded = within_limits(subject.capability, crowded)
+    operands = make(subject, sizes=crowded, dtype=dtype, adjust=almost_alike)
     _judge(subject, "values of many keys that are almost alike", operands)
 
 
 def ties(subject: Subject, dtype: str) -> None:
-    for seed in (11, 12, 13):
+    for seed in (*subject.extent.seeds, 13):
         _judge(subject, "ties of exact scores", integer_operands(subject, dtype, seed), integers=True)
 
 
@@ -200,19 +202,23 @@ def ranges(subject: Subject) -> None:
 
 
 def causal(subject: Subject) -> None:
-    """``rows.bounds == "causal"``: aligned to the bottom right; the first rows of a long query see nothing."""
-    sizes = dataclasses.replace(_more_keys(subject), rows=min(40, subject.capability.max_rows or 40))
-    sizes = dataclasses.replace(sizes, keys=max(min(sizes.keys, sizes.rows - 3), 1))
-    operands = make(subject, sizes=sizes)
-    ends = (sizes.keys - sizes.rows + 1 + torch.arange(sizes.rows)).clamp(min=0)
-    given = {
-        **operands.given,
-        "starts": torch.zeros_like(ends).to(subject.device, torch.int32),
-        "ends": ends.to(subject.device, torch.int32),
-    }
-    layout = dataclasses.replace(operands.rows, bounds="causal")
-    operands = dataclasses.replace(operands, given=given, rows=layout)
-    _judge(subject, "causal rows: row i sees keys 0 .. keys - rows + i", operands)
+    """``rows.bounds == "causal"``: aligned to the bottom right of the row's own batch item, in slices too. The first
+    rows of a query that is longer than the keys see nothing."""
+    claim = "causal rows: row i of a batch item sees its keys 0 .. keys - rows + i"
+    more = _more_keys(subject)
+    long = dataclasses.replace(more, rows=subject.extent.causal_rows)
+    long = within_limits(subject.capability, long)
+    long = dataclasses.replace(long, keys=max(min(long.keys, long.rows - 3), 1))
+    _judge(subject, claim, make(subject, sizes=long, bounds="causal"))
+    for sizes in (more, dataclasses.replace(more, rows=5, keys=3)):
+        items = several_items(subject.capability, sizes, rows=5)
+        whole = make(subject, sizes=items, bounds="causal")
+        _judge(subject, f"{claim}, in {items.batch} batch items", whole)
+        total = items.batch * items.rows
+        cuts = sorted({0, 1, items.rows - 1, items.rows + 1, total} & set(range(total + 1)))
+        for first, last in itertools.pairwise(cuts):
+            part = whole.rows_of(first, last)
+            _judge(subject, f"{claim}, in a slice that begins at `rows.first_row` = {first}", part)
 
 
 def broken_scores(subject: Subject) -> None:
@@ -235,14 +241,11 @@ def broken_scores(subject: Subject) -> None:
 def chunks(subject: Subject) -> None:
     """Selection is the same set bit for bit in chunks, beside other batch items, and alone."""
     claim = "the selection of a row does not depend on the chunk or the batch beside it"
-    base = _more_keys(subject)
-    sizes = dataclasses.replace(base, batch=2, rows=min(3, base.rows))
-    if subject.capability.max_keys is not None:
-        sizes = dataclasses.replace(sizes, keys=max(min(base.keys, subject.capability.max_keys // 2), 1))
+    sizes = several_items(subject.capability, _more_keys(subject))
     whole = make(subject, sizes=sizes)
     _judge(subject, "two batch items in one call", whole)
     wanted = whole.call(subject.function)
-    for row in range(2 * sizes.rows):
+    for row in range(sizes.batch * sizes.rows):
         one = whole.rows_of(row, row + 1).call(subject.function)
         if set(one["indices"][0].tolist()) != set(wanted["indices"][row].tolist()):
             raise ConformanceError(f"{claim}: row {row} alone chose other keys")
@@ -281,22 +284,53 @@ def strided(subject: Subject) -> None:
     _judge(subject, "tensors may be strided in their first dimension", operands)
 
 
+def beyond(subject: Subject, name: str, sizes: Sizes) -> None:
+    """Random scores, and exact ones that tie, over more than one tile or block of something."""
+    claim = f"sizes beyond one tile: {name}"
+    _judge(subject, claim, _from_all_keys(make(subject, sizes=sizes)))
+    exact = integer_operands(subject, sizes=sizes)
+    _judge(subject, f"{claim}, ties of exact scores", _from_all_keys(exact), integers=True)
+
+
+def _from_all_keys(operands: Operands) -> Operands:
+    """Every row may choose from every key, where ranges can say so."""
+    starts, ends = operands.given["starts"], operands.given["ends"]
+    assert starts is not None
+    assert ends is not None
+    if operands.rows.bounds == "ranges":
+        starts.fill_(0)
+        ends.fill_(operands.sizes.keys)
+    return operands
+
+
+def _beyond_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
+    native, found = subject.sizes, dict(sizes_beyond(subject))
+    blocks = dataclasses.replace(native, rows=min(native.rows, 3), keys=subject.extent.keys)
+    found[f"keys {blocks.keys}"] = blocks
+    for name, sizes in found.items():
+        if sizes.width > native.width:
+            sizes = dataclasses.replace(sizes, keys=max(sizes.width + 40, 2 * native.keys))
+        sizes = within_limits(subject.capability, sizes)
+        yield f"beyond a tile, {name}", partial(beyond, subject, name, sizes)
+
+
 def selection_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
     """The checks of ``indexer_topk``, with their names."""
     for dtype in sorted(subject.capability.dtypes):
-        yield f"ties {dtype}", lambda dtype=dtype: ties(subject, dtype)  # type: ignore[misc]  # bound now
-        yield f"values {dtype}", lambda dtype=dtype: values(subject, dtype)  # type: ignore[misc]
+        yield f"ties {dtype}", partial(ties, subject, dtype)
+        yield f"values {dtype}", partial(values, subject, dtype)
     if subject.capability.tie_rule == "lower_index":
-        yield "twins", lambda: twins(subject)
+        yield "twins", partial(twins, subject)
     if "ranges" in subject.capability.bounds:
-        yield "ranges", lambda: ranges(subject)
+        yield "ranges", partial(ranges, subject)
     if "causal" in subject.capability.bounds:
-        yield "causal rows", lambda: causal(subject)
-    yield "NaN scores", lambda: broken_scores(subject)
-    yield "chunks and batch", lambda: chunks(subject)
-    yield "guard rows", lambda: guards(subject)
-    yield "earlier calls", lambda: repeated(subject)
-    yield "strided rows", lambda: strided(subject)
+        yield "causal rows", partial(causal, subject)
+    yield "NaN scores", partial(broken_scores, subject)
+    yield "chunks and batch", partial(chunks, subject)
+    yield "guard rows", partial(guards, subject)
+    yield "earlier calls", partial(repeated, subject)
+    yield "strided rows", partial(strided, subject)
+    yield from _beyond_checks(subject)
     shared = dict(common_checks(subject))
     for name in ("inputs unmodified", "no synchronisation"):
         if name in shared:

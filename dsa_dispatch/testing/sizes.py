@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
+from dsa_dispatch._call import ContextParallel
 from dsa_dispatch._capability import Capability, Channels, Heads, IndexWidth
 from dsa_dispatch._dispatch.check import INDEXER_STAGES
 from dsa_dispatch._stages import Stage
+from dsa_dispatch.testing.extent import FULL, Extent
 
 SEARCHED: Final = 1 << 13
 """Counts above this are not tried: no model has more heads, and a larger width would make no small case."""
@@ -46,6 +49,11 @@ def widths(width: IndexWidth) -> list[int]:
     return [count for count in counts if not (width.power_of_two and count & (count - 1))]
 
 
+def next_run(running: Sequence[int], count: int) -> int | None:
+    """The smallest of the ascending counts that holds ``count``."""
+    return next((value for value in running if value >= count), None)
+
+
 def channel_pairs(channels: Channels, indexer: bool) -> list[tuple[int, int]]:
     """Pairs ``(query and key, value)`` that run, the smallest first; the value is the key's width for an indexer."""
     if channels.pairs is not None:
@@ -57,12 +65,11 @@ def channel_pairs(channels: Channels, indexer: bool) -> list[tuple[int, int]]:
     return [(small, small if indexer else max(small // 2, 1))]
 
 
-def native_sizes(capability: Capability, stage: Stage) -> Sizes:
+def native_sizes(capability: Capability, stage: Stage, extent: Extent = FULL) -> Sizes:
     """The smallest sizes that leave room for holes and several rows."""
-    grouped = is_grouped(stage)
     kv_heads = 1
-    if grouped:
-        counts = head_counts(capability.kv_heads)
+    if is_grouped(stage):
+        counts = [n for n in head_counts(capability.kv_heads)[:64] if head_counts(capability.heads, n)]
         kv_heads = 2 if 2 in counts else counts[0]
     heads = head_counts(capability.heads, kv_heads)
     # Three heads, where they run: a kernel that rounds heads up by itself then writes past its output.
@@ -70,9 +77,35 @@ def native_sizes(capability: Capability, stage: Stage) -> Sizes:
     qk, v = channel_pairs(capability.channels, stage in INDEXER_STAGES)[0]
     possible = widths(capability.width)
     width = next((count for count in possible if count >= 8), possible[-1])
-    rows = min(6, capability.max_rows or 6)
-    keys = min(width + 5, capability.max_keys or width + 5)
-    return Sizes(count, kv_heads, qk, v, width, rows, keys)
+    return within_limits(capability, Sizes(count, kv_heads, qk, v, width, rows=extent.rows, keys=width + 5))
+
+
+def within_limits(capability: Capability, sizes: Sizes) -> Sizes:
+    """The same with as few rows and keys per batch item as the declared limits ask for, at least one of each."""
+    rows, keys = sizes.rows, sizes.keys
+    if capability.max_rows is not None:
+        rows = min(rows, capability.max_rows // sizes.batch)
+    if capability.max_keys is not None:
+        keys = min(keys, capability.max_keys // sizes.batch)
+    if capability.max_elements is not None:
+        widest = max(sizes.qk, sizes.v)
+        rows = min(rows, capability.max_elements // (sizes.batch * max(sizes.heads * widest, sizes.width)))
+        keys = min(keys, capability.max_elements // (sizes.batch * sizes.kv_heads * widest))
+    return replace(sizes, rows=max(rows, 1), keys=max(keys, 1))
+
+
+def several_items(capability: Capability, sizes: Sizes, rows: int = 3) -> Sizes:
+    """Two batch items of up to ``rows`` rows each; one where the declared limits have no room for two."""
+    two = within_limits(capability, replace(sizes, batch=2, rows=min(rows, sizes.rows)))
+    return two if admits(capability, two) else within_limits(capability, replace(sizes, rows=rows))
+
+
+def admits(capability: Capability, sizes: Sizes) -> bool:
+    """Whether the declared limits hold ``sizes``."""
+    return sizes == within_limits(capability, sizes) and (
+        sizes.batch == 1
+        or min(capability.max_rows or sizes.batch, capability.max_keys or sizes.batch) >= sizes.batch
+    )
 
 
 def pads_width(capability: Capability, stage: Stage) -> bool:
@@ -83,3 +116,8 @@ def pads_width(capability: Capability, stage: Stage) -> bool:
 def preferred_dtype(capability: Capability) -> str:
     """The declared type in which faults show most sharply."""
     return next(name for name in ("float64", "float32", "float16", "bfloat16") if name in capability.dtypes)
+
+
+def plainest(layouts: frozenset[ContextParallel]) -> ContextParallel:
+    """No context parallelism where that is declared."""
+    return "none" if "none" in layouts else sorted(layouts)[0]

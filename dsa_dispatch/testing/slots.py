@@ -62,7 +62,7 @@ def _slots(subject: Subject, claim: str, pattern: Callable[[Sizes, torch.Generat
     """First with ordinary numbers everywhere, so that a fault can be told by its answer; then among NaN."""
     operands = make(subject, ids=pattern)
     ids = pattern(operands.sizes, torch.Generator().manual_seed(0))
-    for seed in (11, 12):
+    for seed in subject.extent.seeds:
         operands = make(subject, ids=lambda *_: ids, seed=seed)
         judge_stage(subject, claim, operands, _slot_faults(operands, ids), BESIDE)
     poisoned = make(subject, ids=lambda *_: ids, poison=True)
@@ -94,9 +94,13 @@ def some_empty(sizes: Sizes, generator: torch.Generator) -> Ids:
 
 def doubled(sizes: Sizes, generator: torch.Generator) -> Ids:
     ids = clean_ids(sizes, generator)
-    slots = ids.slots.clone()
-    slots[:, 1::2] = slots[:, 0:1]
-    return Ids(slots, ids.length)
+    slots, length = ids.slots.clone(), ids.length.clone()
+    if sizes.keys == 2 < sizes.width:
+        # Beside one key alone, gradients cancel and tell nothing.
+        slots[:, 2], length[:] = slots[:, 0], 3
+    elif sizes.keys > 2:
+        slots[:, 1::2] = slots[:, 0:1]
+    return Ids(slots, length)
 
 
 def _outside(far: bool) -> Callable[[Sizes, torch.Generator], Ids]:

@@ -48,8 +48,10 @@ def test_a_stage_that_cannot_run_here_is_not_passed():
 
 def test_a_failing_self_test_is_said_once_and_not_for_every_value():
     done = invoke(fake("base-2 lse", self_test=True))
-    assert done.output.count("SELF_TEST_FAILED") == 1
-    assert "FAILED [accepts base, dtype bfloat16, " in done.output
+    assert done.exit_code == 1
+    assert done.output.count("SELF_TEST_FAILED") == 2
+    assert "nor was any other declared call, so that nothing ran here" in done.output
+    assert "DECLINED [accepts dtype bfloat16, dtype float16, " in done.output
 
 
 def test_json_holds_every_check():

@@ -10,6 +10,7 @@ from unittest import SkipTest
 import pytest
 
 import dsa_backends
+from dsa_backends.torch_dense.attention_forward import attention_forward
 from dsa_dispatch import (
     Capability,
     Channels,
@@ -21,8 +22,11 @@ from dsa_dispatch import (
     Requirement,
 )
 from dsa_dispatch._dispatch.check import declines
+from dsa_dispatch.errors import BackendDeclined
 from dsa_dispatch.testing import ConformanceError, FakeBackend, conformance_checks, isolated_registry
-from dsa_dispatch.testing.cases import accepted_calls, declined_calls
+from dsa_dispatch.testing.accepted import accepted_calls
+from dsa_dispatch.testing.cases import declined_calls
+from dsa_dispatch.testing.judge import DeclinedHere
 
 SPECS = {
     module.name: importlib.import_module(f"dsa_backends.{module.name}.spec").SPEC
@@ -112,15 +116,30 @@ def no_64(call):
     return None
 
 
-def test_a_declared_value_that_a_rule_takes_back_is_found():
+def no_wide(call):
+    """A rule over what a field leaves open."""
+    if call.width > 64:
+        return Decline(DeclineCode.EXTRA_CHECK, "width", str(call.width), "up to 64")
+    return None
+
+
+def test_a_declared_value_that_a_rule_takes_back_is_told_with_its_reason():
     fake = FakeBackend(
         "fickle", ["attention_forward"], heads=Heads(values=frozenset({16, 64})), extra_check=no_64
     )
     with isolated_registry(fake.spec, installed=True):
         checks = {check.name: check for check in conformance_checks("fickle")}
         checks["accepts heads 16"].run()
-        with pytest.raises(ConformanceError, match="heads 64 is declared, but declined: EXTRA_CHECK"):
+        with pytest.raises(DeclinedHere, match="heads 64 is declared, declined: EXTRA_CHECK"):
             checks["accepts heads 64"].run()
+
+
+def test_sizes_that_a_rule_takes_back_are_not_sampled():
+    narrow = FakeBackend("narrow", ["attention_forward"], extra_check=no_wide)
+    with isolated_registry(narrow.spec, installed=True):
+        names = {check.name for check in conformance_checks("narrow")}
+    assert "beyond a tile, rows 67" in names
+    assert not names & {"beyond a tile, width 67", "accepts width 67", "beyond a tile, width 2051"}
 
 
 def test_a_backend_for_another_device_or_without_its_package_is_not_passed():
@@ -135,11 +154,30 @@ def test_a_backend_for_another_device_or_without_its_package_is_not_passed():
                 check.run()
 
 
+BUSY = Decline(DeclineCode.RUNTIME, "driver", "busy", "a free one")
+
+
 def test_the_call_that_is_judged_is_run_on_this_backend():
     """A backend that declines at run time would leave the reference to give the right answer."""
-    declined = Decline(DeclineCode.RUNTIME, "driver", "busy", "a free one")
-    fake = FakeBackend("shy", ["gqa_forward"], declines=declined)
+    fake = FakeBackend("shy", ["gqa_forward"], declines=BUSY)
     with isolated_registry(fake.spec, installed=True):
         checks = {check.name: check for check in conformance_checks("shy")}
-        with pytest.raises(ConformanceError, match="base is declared, but was not served"):
+        with pytest.raises(ConformanceError, match=r"base is declared, but was not served.*nothing ran"):
             checks["accepts base"].run()
+
+
+def test_what_a_backend_declines_at_run_time_is_told_and_fails_only_where_nothing_ran():
+    def picky(q, kv, indices, length, **rest):
+        if q.shape[1] == 3:
+            raise BackendDeclined(BUSY)
+        return attention_forward(q, kv, indices, length, **rest)
+
+    fake = FakeBackend("picky", ["attention_forward"], replace={"attention_forward": picky})
+    with isolated_registry(fake.spec, installed=True):
+        checks = {check.name: check for check in conformance_checks("picky")}
+        checks["accepts heads 4"].run()
+        for name in ("accepts base", "accepts heads 3", "accepts ids int64"):
+            with pytest.raises(DeclinedHere, match="is declared, declined: RUNTIME driver: got busy"):
+                checks[name].run()
+        with pytest.raises(DeclinedHere, match="holes: declined: RUNTIME driver: got busy"):
+            checks["holes"].run()

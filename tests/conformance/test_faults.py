@@ -4,33 +4,12 @@ from __future__ import annotations
 
 import pytest
 from conformance import faults
+from conformance.candidates import KERNELS, failures
 
 from dsa_backends.torch_dense.spec import SPEC
 from dsa_dispatch import Heads, IndexWidth
 from dsa_dispatch._registry.availability import resolve_reference
 from dsa_dispatch.testing import ConformanceError, FakeBackend, conformance_checks, isolated_registry
-
-HEADS = Heads(values=frozenset({3, 16, 32}))
-KERNELS = {
-    "attention_forward": faults.forward,
-    "attention_backward": faults.backward,
-    "indexer_topk": faults.selection,
-    "indexer_target": faults.target,
-}
-
-
-def failures(stage, fault, **changes):
-    """Name of every failing check to its message."""
-    declared = {"heads": HEADS, "deterministic": False, "score_error": 2.0**-15, **changes}
-    fake = FakeBackend("candidate", [stage], replace={stage: KERNELS[stage](fault)}, **declared)
-    found = {}
-    with isolated_registry(fake.spec, installed=True):
-        for check in conformance_checks("candidate"):
-            try:
-                check.run()
-            except ConformanceError as error:
-                found[check.name] = str(error)
-    return found
 
 
 @pytest.mark.parametrize("stage", KERNELS)
@@ -67,6 +46,29 @@ NAMED = [
     ("indexer_topk", "ignores the bounds", "values float32", "outside its range"),
     ("indexer_topk", "scores in bf16", "values float32", "the declared score_error allows"),
     ("indexer_target", "normalises the mass", "values float32", "mass: relative error"),
+    ("attention_forward", "skips rows without a key", "guard rows", "a value is left unwritten"),
+    # An lse that is right beside ordinary keys and wrong elsewhere.
+    ("attention_forward", "lse without the maximum subtracted", "large scores", "lse: inf"),
+    ("attention_forward", "lse multiplies what a hole holds by zero", "holes", "lse: NaN in rows"),
+    ("attention_forward", "lse of the row before in a slice", "chunks and batch", "lse: off by"),
+    ("attention_forward", "lse of packed queries", "strided rows", "lse: NaN in rows"),
+    ("indexer_topk", "causal in the first batch item alone", "causal rows", "outside its range"),
+    ("indexer_topk", "causal without first_row", "causal rows", "in a slice that begins at `rows.first_row`"),
+    ("indexer_target", "causal in the first batch item alone", "dense form, causal", "mass: relative error"),
+    ("indexer_target", "causal without first_row", "dense form, causal", "at `rows.first_row`: mass"),
+    ("indexer_loss", "divides by a zero mass", "rows without mass, sparse", "0 / 0 is NaN"),
+    ("indexer_loss", "a uniform teacher for zero mass", "rows without mass, dense", "for a uniform teacher"),
+    (
+        "attention_forward",
+        "drops what is left of a tile of 64 slots",
+        "beyond a tile, width 67",
+        "out: relative",
+    ),
+    ("attention_forward", "one tile of 64 rows", "beyond a tile, rows 67", "sizes beyond one tile: rows 67"),
+    ("attention_forward", "looks at 64 channels", "beyond a tile, channels 80/64", "channels 80/64: out"),
+    ("attention_forward", "NaN after a tile of holes", "tiles of holes", "-inf - -inf is NaN"),
+    ("indexer_topk", "looks at 2048 keys", "beyond a tile, keys 2100", "a rejected key scores"),
+    ("gqa_forward", "values no wider than keys", "beyond a tile, channels 32/67", "channels 32/67: out"),
 ]
 
 
@@ -95,6 +97,12 @@ def test_a_fault_that_no_value_shows_is_blamed_on_one_claim_only(stage, fault):
 )
 def test_a_fault_of_slots_or_lse_is_not_blamed_on_plain_values(fault):
     assert not [check for check in failures("attention_forward", fault) if check.startswith("values")]
+
+
+def test_a_count_of_heads_beyond_one_tile_is_found():
+    found = failures("attention_forward", "one tile of 16 heads", heads=Heads())
+    assert "sizes beyond one tile: heads 17" in found["beyond a tile, heads 17"]
+    assert {"accepts heads 17", "accepts heads 20", "beyond a tile, heads 20"} <= set(found)
 
 
 def test_a_declared_order_is_checked():
