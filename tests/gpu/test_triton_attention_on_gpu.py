@@ -40,7 +40,7 @@ def run(query, key, indices, length, dout, scale=SCALE, v=512):
     return out.detach()[:, 0], lse[0], dq[:, 0], dkv[:, 0, 0]
 
 
-def agrees(query, key, indices, length, scale=SCALE, v=512, gradient=GRADIENT, lse=LSE):
+def agrees(query, key, indices, length, scale=SCALE, v=512, gradient=GRADIENT, lse=LSE, by_row=True):
     dout = draw(*query.shape[:2], v, seed=99)
     got = run(query, key, indices, length, dout, scale, v)
     if length is None:
@@ -48,8 +48,8 @@ def agrees(query, key, indices, length, scale=SCALE, v=512, gradient=GRADIENT, l
     want = attention(query, key, indices, length, dout, scale, v)
     assert_close(got[0], want[0], OUT, "out")
     assert_lse(got[1], want[1], lse)
-    assert_close(got[2], want[2], gradient, "dq")
-    assert_close(got[3], want[3], gradient, "dkv")
+    assert_close(got[2], want[2], gradient, "dq", by_row)
+    assert_close(got[3], want[3], gradient, "dkv", by_row)
     return got
 
 
@@ -80,9 +80,22 @@ def test_other_channels_agree_with_fp64(qk, v):
     agrees(draw(40, 64, qk), draw(3000, qk, seed=1), distinct(40, 3000, 500), None, qk**-0.5, v)
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 17, 63, 64, 65, 1000, 2051])
+@pytest.mark.parametrize("width", [15, 16, 17, 63, 64, 65, 1000, 2051])
 def test_any_width_agrees_with_fp64(width):
     agrees(draw(24, 16, 576), draw(4096, 576, seed=1), distinct(24, 4096, width), None)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_single_slot_gives_its_key_and_no_gradient_to_the_query(heads):
+    """P is 1 whatever the query, so dS is what fp32 leaves of a difference of equal sums over 512 channels."""
+    query, key, dout = draw(24, heads, 576), draw(4096, 576, seed=1), draw(24, heads, 512, seed=2)
+    ids = distinct(24, 4096, 1)
+    out, lse, dq, dkv = run(query, key, ids, None, dout)
+    assert torch.equal(out, key[ids[:, 0].long(), None, :512].expand_as(out))
+    want = attention(query, key, ids, torch.ones(24, device="cuda"), dout, SCALE, 512)
+    assert_lse(lse, want[1], LSE)
+    assert float(dq.abs().max()) <= 1e-4
+    assert_close(dkv, want[3], GRADIENT, "dkv")
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -104,10 +117,22 @@ def test_one_key_chosen_by_4096_queries(heads, deterministic):
 
 @pytest.mark.parametrize("heads", [16, 64])
 def test_queries_thirty_times_as_large(heads):
-    """Scores of some hundreds: their rounding, 2**-24 of their size in each of a few dozen steps, is the lse's."""
+    """Scores of some hundreds: their rounding, 2**-24 of their size in each of a few dozen steps, is the lse's.
+
+    A row that one key takes whole is left out of the judgement by rows: its dS is the difference of two equal numbers,
+    one of them summed over an output of 16 bits, so all that it has is rounding.
+    """
     query, key = draw(40, heads, 576) * 30, draw(8192, 576, seed=1)
     size = float((query.double() @ key.double().T).abs().max()) * SCALE
-    agrees(query, key, distinct(40, 8192, 2048), None, gradient=2 * GRADIENT, lse=LSE + size * 2.0**-20)
+    agrees(
+        query,
+        key,
+        distinct(40, 8192, 2048),
+        None,
+        gradient=2 * GRADIENT,
+        lse=LSE + size * 2.0**-20,
+        by_row=False,
+    )
 
 
 def test_an_id_of_two_to_the_32_and_three_is_no_key():
