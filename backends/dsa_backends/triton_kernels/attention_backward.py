@@ -12,6 +12,7 @@ from dsa_backends.triton_kernels.backward_kernels import (
     row_shift_kernel,
 )
 from dsa_backends.triton_kernels.launch import (
+    FUSED,
     LOG2_E,
     aligned,
     device_architecture,
@@ -159,6 +160,7 @@ class _Chunk:
             DV=self.dv,
             BLOCK_DV=part_width(self.dv),
             num_warps=1,
+            **FUSED,
         )
         return shift
 
@@ -196,6 +198,7 @@ class _Chunk:
             NEED_DQ=dq is not None,
             ATOMIC=atomic,
             num_warps=tile.warps,
+            **FUSED,
         )
 
     def pairs(self, shift: Tensor, dq: Tensor | None, store: bool) -> Tensor:
@@ -215,6 +218,7 @@ class _Chunk:
                 TAIL=self.tail,
                 BLOCK_H=tile.heads,
                 num_warps=tile.warps,
+                **FUSED,
             )
             return pairs
         block = part_width(self.dv)
@@ -235,6 +239,7 @@ class _Chunk:
             NEED_DQ=dq is not None,
             NEED_PAIRS=store,
             num_warps=tile.warps,
+            **FUSED,
             num_stages=tile.stages,
         )
         return pairs
@@ -277,7 +282,7 @@ class _Chunk:
             from dsa_backends.triton_kernels.hopper_backward_kernels import hopper_query_kernel
 
             hopper_query_kernel[(self.rows * head_blocks,)](
-                *tensors, *scalars, DV=self.dv, TAIL=self.tail, BLOCK_H=block_h, num_warps=tile.warps
+                *tensors, *scalars, DV=self.dv, TAIL=self.tail, BLOCK_H=block_h, num_warps=tile.warps, **FUSED
             )
             return
         slices, block_c, block_tail = self._slices(tile.parts)
@@ -293,6 +298,7 @@ class _Chunk:
             BLOCK_N=tile.keys,
             PRECISION=precision(self.q),
             num_warps=tile.warps,
+            **FUSED,
             num_stages=tile.stages,
         )
 
@@ -330,6 +336,7 @@ class _Chunk:
                 ATOMIC=atomic,
                 ADD=first_head > 0,
                 num_warps=tile.warps,
+                **FUSED,
                 num_stages=tile.stages,
             )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsa_backends.triton_kernels.forward_kernels import forward_kernel, merge_kernel
 from dsa_backends.triton_kernels.launch import (
+    FUSED,
     LOG2_E,
     aligned,
     device_architecture,
@@ -110,6 +111,7 @@ def launch_forward(
                 BLOCK_H=tile.heads,
                 BUFFERS=tile.buffers,
                 num_warps=tile.warps,
+                **FUSED,
                 maxnreg=tile.registers,
             )
         else:
@@ -125,10 +127,20 @@ def launch_forward(
                 PRECISION=precision(q),
                 CHAIN=device_architecture(q) != "sm100",
                 num_warps=tile.warps,
+                **FUSED,
                 num_stages=tile.stages,
             )
         if splits > 1:
             merge_kernel[(rows * heads,)](
-                part, part_lse, out, lse, rows * heads, splits, DV=v_channels, BLOCK_DV=block, num_warps=4
+                part,
+                part_lse,
+                out,
+                lse,
+                rows * heads,
+                splits,
+                DV=v_channels,
+                BLOCK_DV=block,
+                num_warps=4,
+                **FUSED,
             )
     return out, lse

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_backends.triton_kernels.launch import (
+    FUSED,
     aligned,
     device_architecture,
     last_contiguous,
@@ -112,6 +113,7 @@ def launch_loss(
                 BLOCK_N=tiles.score.keys,
                 PRECISION=precision(q),
                 num_warps=tiles.score.warps,
+                **FUSED,
                 num_stages=tiles.score.stages,
             )
             partial = fresh((last - first) * slots.width, dim) if ordered else None
@@ -133,6 +135,7 @@ def launch_loss(
                 NEED_DW=need_dw,
                 DK="none" if dk is None else "rows" if ordered else "atomic",
                 num_warps=tiles.gradient.warps,
+                **FUSED,
                 num_stages=tiles.gradient.stages,
             )
             if partial is not None and dk is not None:

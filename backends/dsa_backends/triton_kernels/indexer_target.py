@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsa_backends.triton_kernels.launch import (
+    FUSED,
     LOG2_E,
     aligned,
     device_architecture,
@@ -107,6 +108,7 @@ def launch_target(
                     PRECISION=precision(q),
                     FIND_LSE=find_lse,
                     num_warps=tile.warps,
+                    **FUSED,
                     num_stages=tile.stages,
                 )
     return mass
@@ -145,4 +147,5 @@ def _hopper_mass(
         TAIL=channels - main,
         BLOCK_H=tile.heads,
         num_warps=tile.warps,
+        **FUSED,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsa_backends.triton_kernels.indexer_kernels import score_kernel, select_kernel
 from dsa_backends.triton_kernels.launch import (
+    FUSED,
     aligned,
     device_architecture,
     last_contiguous,
@@ -153,6 +154,7 @@ class ScoreBlocks:
             RELU=self.use_relu,
             PRECISION=precision(self.q),
             num_warps=tile.warps,
+            **FUSED,
             num_stages=tile.stages,
         )
 
@@ -235,6 +237,7 @@ def select_block(
         RANKED=32,
         HAS_CARRY=carry is not None,
         num_warps=select_warps(block),
+        **FUSED,
         num_stages=1,
     )
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from dsa_backends.triton_kernels.tiles import Architecture, architecture
 
 LOG2_E = 1.4426950408889634
+
+FUSED: Final = {"enable_fp_fusion": True}
+"""Said at every launch: from 3.9 Triton warns that the default is about to change, and warnings may be errors."""
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsa_backends.triton_kernels.launch import FUSED
+
 
 class SlotOrder(NamedTuple):
     """Slots grouped by key: ``slots[begin[key] : begin[key + 1]]``, ascending."""
@@ -47,6 +49,7 @@ def add_in_order(partial: Tensor, order: SlotOrder, target: Tensor) -> None:
         channels,
         BLOCK=block,
         num_warps=2,
+        **FUSED,
     )
 
 

@@ -146,7 +146,10 @@ _BACKWARD: Final[dict[tuple[Architecture, HeadClass], BackwardTiles]] = {
 def backward_tiles(arch: Architecture, heads: int, qk: int, v: int, itemsize: int) -> BackwardTiles:
     """Tiles of ``attention_backward``."""
     if itemsize == 4:
-        return BackwardTiles(AttentionTile(16, 16, 4, 1, 2), AttentionTile(16, 16, 4, 1, 64))
+        # dQ in a kernel of its own: with it the first one needs more shared memory than a "small" device has.
+        return BackwardTiles(
+            AttentionTile(16, 16, 4, 1, 2), AttentionTile(16, 16, 4, 1, 64), AttentionTile(16, 16, 4, 1, 128)
+        )
     tiles = _SMALL_BACKWARD if arch == "small" else _BACKWARD[arch, head_class(heads)]
     if not has_hopper_kernels(arch, qk, v, itemsize):
         return tiles

@@ -214,26 +214,22 @@ def test_fp32_rows_fit_the_least_and_the_most_shared_memory(arch, capability):
         check(machine, arch, copies=False, stack=FP32_STACK)
 
 
-@pytest.mark.parametrize(
-    ("arch", "capability"),
-    [
-        pytest.param(
-            "small",
-            86,
-            marks=pytest.mark.xfail(
-                strict=True, reason="needs 107,520 bytes for 576/512 channels; 8.6, 8.9 and 12.x have 101,376"
-            ),
-        ),
-        ("sm90", 90),
-    ],
-)
-def test_fp32_row_of_the_fused_backward_fits(arch, capability):
-    pairs = tiles.backward_tiles(arch, 64, 576, 512, 4).pairs
+@pytest.mark.parametrize(("arch", "capability"), FP32)
+def test_fp32_row_of_the_first_backward_kernel_fits(arch, capability):
+    row = tiles.backward_tiles(arch, 64, 576, 512, 4)
     machine = compiled(
         query_gradient_kernel,
-        {**WIDE, "PRECISION": "ieee", "BLOCK_H": pairs.heads, "BLOCK_N": pairs.keys, "BLOCK_PART": 512 // pairs.parts,
-         "PARTS": pairs.parts, "NEED_DQ": True, "NEED_PAIRS": True},
-        warps=pairs.warps, stages=pairs.stages, pairs="*fp32", capability=capability, dtype="fp32",
+        {**WIDE, "PRECISION": "ieee", "BLOCK_H": row.pairs.heads, "BLOCK_N": row.pairs.keys,
+         "BLOCK_PART": 512 // row.pairs.parts, "PARTS": row.pairs.parts, "NEED_DQ": row.fused, "NEED_PAIRS": True},
+        warps=row.pairs.warps, stages=row.pairs.stages, pairs="*fp32", capability=capability, dtype="fp32",
+    )  # fmt: skip
+    check(machine, arch, copies=False, stack=FP32_STACK)
+    row = row.query
+    machine = compiled(
+        query_product_kernel,
+        {**WIDE, "BLOCK_C": row.parts, "SLICES": 512 // row.parts, "BLOCK_TAIL": 64 // (512 // row.parts),
+         "PRECISION": "ieee", "BLOCK_H": row.heads, "BLOCK_N": row.keys},
+        warps=row.warps, stages=row.stages, pairs="*fp32", capability=capability, dtype="fp32",
     )  # fmt: skip
     check(machine, arch, copies=False, stack=FP32_STACK)
 
