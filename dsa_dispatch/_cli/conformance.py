@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 from rich.console import Console
@@ -64,7 +64,7 @@ def conformance(
     A declared call that the backend itself declines at run time is listed with its reason, and fails where nothing ran.
     """
     only = tuple(part.strip() for part in dtypes.split(",") if part.strip())
-    every = conformance_checks(name, dtypes=only, size=size)
+    every = conformance_checks(name, dtypes=only, size=cast(Size, size))
     checks = [check for check in every if stage in (None, check.stage)]
     if not checks:
         raise typer.BadParameter(f"{name} does not provide {stage}", param_hint="--stage")
