@@ -53,7 +53,7 @@ def conformance(
         ),
     ] = "",
     size: Annotated[
-        Size,
+        str,
         typer.Option(help="small: every check on smaller cases, for a slow device such as an interpreter."),
     ] = "full",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every check.")] = False,
