@@ -23,7 +23,11 @@ def check_attention(quick: bool) -> None:
                 got = attention(VENDOR, *case)
             compare(f"attention heads={heads}", got, want)
             if heads == 64:
-                for first, second in (("flashmla", "torch_dense"), ("torch_dense", "cudnn")):
+                for first, second in (
+                    ("flashmla", "triton"),
+                    ("flashmla", "torch_dense"),
+                    ("torch_dense", "cudnn"),
+                ):
                     mixed = {
                         "dsa_kernel_backend": {"attention_forward": first, "attention_backward": second},
                         "dsa_kernel_fallback": "error",
@@ -74,6 +78,61 @@ def check_attention(quick: bool) -> None:
         compare(
             "attention 4096 queries on one key", attention(VENDOR, case[0], case[1], ids, None, case[4]), want
         )
+
+
+def check_delta(quick: bool) -> None:
+    """Where the backward's error comes from: against fp64, and against fp64 with delta from the output in bf16."""
+    for what, factor, case in (
+        ("query x1", 1, operands(96, 1, 64, 4096, 2048, seed=9, holes=False)),
+        ("query x30", 30, operands(96, 1, 64, 4096, 2048, seed=9, holes=False)),
+        ("two keys a row", 1, operands(2048, 1, 64, 256, 128, seed=10, holes=False)),
+        ("query x6, 128 keys a row", 6, operands(96, 1, 64, 256, 128, seed=12, holes=False)),
+    ):
+        with guarded(f"delta {what}"):
+            query, key, ids, _, dout = case
+            query = query * factor
+            if what.startswith("two"):
+                ids[..., 2:] = -1
+            wide = (query.double(), key.double(), ids, None, dout.double())
+            exact = attention(DENSE, *wide)
+            forward = {
+                "dsa_kernel_backend": {"attention_forward": "flashmla"},
+                "dsa_kernel_fallback": "error",
+            }
+            found = {}
+            for backward in ("cudnn", "triton", "torch_dense"):
+                stages = {**forward["dsa_kernel_backend"], "attention_backward": backward}
+                found[backward] = attention(
+                    {**forward, "dsa_kernel_backend": stages}, query, *case[1:3], None, dout
+                )
+            rounded = gradients(*wide[:3], found["cudnn"]["out"].double(), dout.double())
+            for name in ("dq", "dkv"):
+                note(
+                    f"delta {what}: {name}",
+                    **{backward: error(got[name], exact[name]) for backward, got in found.items()},
+                    fp64_with_delta_from_the_rounded_output=error(rounded[name], exact[name]),
+                    cudnn_against_that=error(found["cudnn"][name], rounded[name]),
+                )
+
+
+def gradients(query: Tensor, key: Tensor, ids: Tensor, out: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """Of one batch item, in fp64, with ``delta = rowsum(out * dout)`` of the output as it is given."""
+    q, kv, out, dout, ids = query[:, 0], key[:, 0, 0], out[:, 0], dout[:, 0], ids[0]
+    dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
+    for part in torch.arange(len(q), device=q.device).split(32):
+        named = ids[part].long()
+        keys = kv[named.clamp(min=0)]
+        score = torch.einsum("thd,twd->thw", q[part], keys) * SCALE
+        weight = score.masked_fill((named < 0)[:, None], -torch.inf).softmax(2)
+        products = torch.einsum("thd,twd->thw", dout[part], keys[..., :512])
+        delta = (out[part] * dout[part]).sum(2, keepdim=True)
+        inner = weight * (products - delta) * SCALE
+        dq[part] = torch.einsum("thw,twd->thd", inner, keys)
+        slot = torch.einsum("thw,thd->twd", inner, q[part])
+        slot[..., :512] += torch.einsum("thw,thd->twd", weight, dout[part])
+        slot[named < 0] = 0
+        dkv.index_add_(0, named.clamp(min=0).reshape(-1), slot.flatten(0, 1))
+    return {"dq": dq[:, None], "dkv": dkv[:, None, None]}
 
 
 def compare(what: str, got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

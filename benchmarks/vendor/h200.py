@@ -1,5 +1,5 @@
-"""The cuDNN and FlashMLA backends on one GPU: what they answer against fp64. What they cost: ``dsa-dispatch
-bench``.
+"""The cuDNN and FlashMLA backends on one GPU: what they answer against fp64, and what they cost beside the kernels
+that they call.
 
 Run from the repository root, where the vendor packages can be imported:
 ``PYTHONPATH=.:backends:$PYTHONPATH python benchmarks/vendor/h200.py --out FOLDER [--only attention,topk,loss]``.
@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import torch
-from attentions import check_attention, check_more
+from attentions import check_attention, check_delta, check_more
 from common import RESULTS, environment, guarded, note
 from indexers import check_conformance, check_loss, check_topk
+from speed import check_speed
 
 import dsa_dispatch
 from dsa_backends.cudnn_dsa import attention_backward as cudnn_backward
@@ -25,13 +26,16 @@ from dsa_backends.cudnn_dsa.spec import SPEC as CUDNN
 from dsa_backends.flash_mla import attention_forward as flash_forward
 from dsa_backends.flash_mla.spec import SPEC as FLASHMLA
 from dsa_backends.torch_dense.spec import SPEC as TORCH_DENSE
+from dsa_backends.triton_kernels.spec import SPEC as TRITON
 
 PARTS = {
     "attention": check_attention,
+    "delta": check_delta,
     "topk": check_topk,
     "loss": check_loss,
     "more": check_more,
     "conformance": check_conformance,
+    "speed": check_speed,
 }
 
 
@@ -43,7 +47,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     chosen = parser.parse_args()
     torch.empty(1, device="cuda")
-    for spec in (TORCH_DENSE, CUDNN, FLASHMLA):
+    for spec in (TORCH_DENSE, TRITON, CUDNN, FLASHMLA):
         if spec.name not in {entry.name for entry in dsa_dispatch.list_backends()}:
             dsa_dispatch.register_backend(spec)
     for name, provider in (
@@ -56,18 +60,25 @@ def main() -> None:
             note(f"provider {name}", found=provider(), seconds=time.time() - begun)
         except Exception as declined:
             note(f"provider {name}", declined=str(declined), seconds=time.time() - begun)
-    for part in chosen.only.split(","):
-        with guarded(part):
-            PARTS[part](chosen.quick)
+    try:
+        for part in chosen.only.split(","):
+            with guarded(part):
+                PARTS[part](chosen.quick)
+    finally:
+        # An interrupted run keeps what it found.
+        write_record(chosen.out, chosen.commit)
+
+
+def write_record(folder: Path, commit: str) -> None:
     record = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": chosen.commit,
+        "commit": commit,
         "command": "benchmarks/vendor/h200.py",
         **environment(),
         "results": RESULTS,
     }
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "vendor.json").write_text(json.dumps(record, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vendor.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

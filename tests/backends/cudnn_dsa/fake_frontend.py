@@ -1,6 +1,7 @@
 """A frontend with the real one's signatures, limits and misbehaviours, in plain PyTorch on any device.
 
-Its arithmetic is exact to rounding of the outputs; how accurate the kernels are is for a GPU to say.
+The attention's backward rounds where the kernel does; the other arithmetic is exact to rounding of the outputs, and
+how accurate those kernels are is for a GPU to say.
 """
 
 from __future__ import annotations
@@ -137,7 +138,10 @@ class SparseAttentionBackward(Plan):
             weight = score.softmax(2).nan_to_num() * torch.where(off.abs() > 1e-2, off, 0.0).exp()[..., None]
             weight = weight.float()
             dp = torch.einsum("thd,twd->thw", dout[part].float(), values)
-            ds = weight * (dp - (weight * dp).sum(2, keepdim=True)) * softmax_scale
+            # As the kernel: delta from the output in 16 bits, and 16 bits for P and dS in the products that follow.
+            delta = (out[part].float() * dout[part].float()).sum(2, keepdim=True)
+            ds = (weight * (dp - delta) * softmax_scale).to(q.dtype).float()
+            weight = weight.to(q.dtype).float()
             dq[part] = torch.einsum("thw,twd->thd", ds, keys).to(dq.dtype)
             slot = torch.einsum("thw,thd->twd", ds, q[part].float())
             slot[..., : out.shape[2]] += torch.einsum("thw,thd->twd", weight, dout[part].float())
