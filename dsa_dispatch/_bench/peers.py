@@ -142,19 +142,23 @@ def _backward(inputs: AttentionInputs, config: DSAConfig) -> Call:
 
 
 def _loss(inputs: LossInputs, config: DSAConfig) -> Call:
-    """Teacher, loss and gradients of a selection that is given: the public operation would time its own too."""
+    """Teacher, loss and gradients of a selection and of an lse that are given, as ``run_fused_dsa_attention`` has them:
+    a public operation would time its selection and its attention too."""
     case = inputs.case
     indexer = (inputs.indexer.q, inputs.indexer.k, inputs.indexer.weights)
     teacher = (inputs.attention.query, inputs.attention.key)
     request = request_of("loss", "run_fused_qk_topk_with_loss", case.topk, True, None, None, 1)
     policy = explicit_text(config)
     length = torch.full((1, case.rows), case.topk, dtype=torch.int32, device=teacher[0].device)
+    _, lse = run_fused_absorbed_sparse_attention(
+        None, *teacher, inputs.attention.indices, case.scale, case.v_channels, return_lse=True
+    )
 
     def call() -> object:
         leaves = [tensor.detach().requires_grad_() for tensor in indexer]
         plan = library.decide([*indexer, *teacher], request, [True] * 3, policy)
         loss, *_ = library.indexer_loss(
-            *leaves, *teacher, inputs.attention.indices, length, None, None, None, case.scale, 1.0, False, True,
+            *leaves, *teacher, inputs.attention.indices, length, lse, None, None, None, case.scale, 1.0, False, True,
             True, True, True, None, link_to(*leaves), plan,
         )  # fmt: skip
         return torch.autograd.grad(loss, leaves)

@@ -70,6 +70,7 @@ def indexer_loss(
     key: Tensor,
     indices: Tensor | None,
     length: Tensor | None,
+    lse: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
     valid_rows: Tensor | None,
@@ -87,6 +88,7 @@ def indexer_loss(
     """Loss, its factor ``coefficient / n`` and the gradients of ``sum(KL)`` in the accumulation type, unscaled.
 
     ``indices [b, sq, W]`` with ``length [b, sq]`` is the sparse loss; None is the dense one over ``[starts, ends)``.
+    ``lse [b, sq, h]`` of the teacher's attention over exactly these keys saves the target a pass; it may be None.
     ``valid_rows [b, sq]`` bool or None. A zero-size tensor stands for a gradient that is not needed.
     ``link`` is not read: autograd finds the inputs of the saved gradients through it.
     """
@@ -94,7 +96,7 @@ def indexer_loss(
         plan_of(plan),
         ("indexer_target", "indexer_loss"),
         lambda planned: _Loss(
-            planned, q, k, weights, query, key, indices, length, starts, ends, valid_rows
+            planned, q, k, weights, query, key, indices, length, lse, starts, ends, valid_rows
         ).run(scale, coefficient, per_token, use_relu, (need_dq, need_dk, need_dw), block_size),
     )
 
@@ -112,13 +114,14 @@ class _Loss:
         key: Tensor,
         indices: Tensor | None,
         length: Tensor | None,
+        lse: Tensor | None,
         starts: Tensor | None,
         ends: Tensor | None,
         valid_rows: Tensor | None,
     ) -> None:
         self.plan = plan
         self.q, self.k, self.weights, self.query, self.key = q, k, weights, query, key
-        self.indices, self.length, self.valid_rows = indices, length, valid_rows
+        self.indices, self.length, self.lse, self.valid_rows = indices, length, lse, valid_rows
         self.starts, self.ends = starts, ends
 
     def run(
@@ -196,7 +199,7 @@ class _Loss:
             length=target_lengths,
             starts=first,
             ends=last,
-            lse=None,
+            lse=None if self.lse is None else take_rows(self.lse.transpose(0, 1), chunk),
             scale=scale,
             rows=layout,
             options=plan.options,

@@ -11,7 +11,7 @@ from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._operations import library
 from dsa_dispatch._operations import validate as check
 from dsa_dispatch._operations.attention import decide_attention
-from dsa_dispatch._operations.indexer import check_selection, select, select_with_loss
+from dsa_dispatch._operations.indexer import check_selection, decide_with_loss, select
 from dsa_dispatch.errors import InvalidInputError
 
 OPERATION = "run_fused_dsa_attention"
@@ -102,8 +102,9 @@ def run_fused_dsa_attention(
         varlen_starts = varlen_ends = None
     # All decisions before anything runs: a missing backend is reported without side effects.
     attend = _decide_attention(config, query, key, up_v_weight, topk, extras)
+    assert up_v_weight is not None
     if coefficient > 0:
-        indices, length, loss = select_with_loss(
+        both = decide_with_loss(
             OPERATION,
             config,
             q_indexer,
@@ -125,6 +126,10 @@ def run_fused_dsa_attention(
             sparse_loss=sparse_loss,
             extras=extras,
         )
+        indices, length = both.select()
+        # Before the loss, whose teacher is this attention: its lse saves the target a pass over the keys.
+        out, lse = library.attention_forward(query, key, indices, length, scale, up_v_weight.shape[2], attend)
+        loss = both.loss(indices, length, lse)
     else:
         indices, length = select(
             OPERATION,
@@ -142,8 +147,7 @@ def run_fused_dsa_attention(
             extras=extras,
         )
         loss = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
-    assert up_v_weight is not None
-    out, _ = library.attention_forward(query, key, indices, length, scale, up_v_weight.shape[2], attend)
+        out, _ = library.attention_forward(query, key, indices, length, scale, up_v_weight.shape[2], attend)
     return _project_up(out, up_v_weight), loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +194,7 @@ def run_fused_qk_topk_with_loss(
     topk = check_selection(q, k, weights, index_topk, starts, ends, block_size, packed_seq_params, cp_size)
     check.check_teacher(q, k, query, key)
     check.check_single_rank(pg_collection)
-    return select_with_loss(
+    both = decide_with_loss(
         "run_fused_qk_topk_with_loss",
         config,
         q,
@@ -214,9 +215,11 @@ def run_fused_qk_topk_with_loss(
         cp_size=cp_size,
         sparse_loss=sparse_loss,
     )
+    indices, length = both.select()
+    return TopKWithLoss(indices, length, both.loss(indices, length, None))
 
 
-def select_with_loss(
+def decide_with_loss(
     operation: str,
     config: object,
     q: Tensor,
@@ -238,47 +241,59 @@ def select_with_loss(
     cp_size: int,
     sparse_loss: bool,
     extras: str = "",
-) -> TopKWithLoss:
-    """Selection and loss of arguments that were checked; ``valid [b, sq]`` bool.
-
-    Both decisions first, so that a missing backend is reported before anything runs.
-    """
+) -> SelectionWithLoss:
+    """Both decisions for arguments that were checked, so that a missing backend is reported before anything runs."""
     if key.shape[2] != 1:
         extras = ",".join(filter(None, (extras, "per_head_keys")))
     policy = explicit_text(config)
-    need = [needs(q), needs(k), needs(weights)]
+    need = (needs(q), needs(k), needs(weights))
     arguments = (topk, use_relu, starts, packed_seq_params, cp_size, bool(sparse_loss), extras)
     query, key = query.detach(), key.detach()
-    chosen = library.decide(
-        [q.detach(), k.detach(), weights.detach()], request_of("topk", operation, *arguments), [], policy
+    plain = [q.detach(), k.detach(), weights.detach()]
+    selection_plan = library.decide(plain, request_of("topk", operation, *arguments), [], policy)
+    loss_plan = library.decide(
+        [*plain, query, key], request_of("loss", operation, *arguments), list(need), policy
     )
-    plan = library.decide(
-        [q.detach(), k.detach(), weights.detach(), query, key],
-        request_of("loss", operation, *arguments),
-        need,
-        policy,
-    )
-    indices, length = library.indexer_topk(
-        q.detach(), k.detach(), weights.detach(), starts, ends, topk, bool(use_relu), block_size, chosen
-    )
-    loss, *_ = library.indexer_loss(
-        q,
-        k,
-        weights,
-        query,
-        key,
-        indices if sparse_loss else None,
-        length if sparse_loss else None,
-        starts,
-        ends,
-        valid,
-        scale,
-        coefficient,
-        bool(per_token),
-        bool(use_relu),
-        *need,
-        block_size,
-        link_to(q, k, weights) if any(need) else None,
-        plan,
-    )
-    return TopKWithLoss(indices, length, loss)
+    return SelectionWithLoss(
+        (q, k, weights), (query, key), (starts, ends), topk, block_size, valid, scale, coefficient,
+        bool(per_token), bool(use_relu), bool(sparse_loss), need, selection_plan, loss_plan,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SelectionWithLoss:
+    """A selection and its loss, decided and not yet run; ``valid [b, sq]`` bool."""
+
+    indexer: tuple[Tensor, Tensor, Tensor]
+    teacher: tuple[Tensor, Tensor]
+    bounds: tuple[Tensor | None, Tensor | None]
+    topk: int
+    block_size: int | None
+    valid: Tensor | None
+    scale: float
+    coefficient: float
+    per_token: bool
+    use_relu: bool
+    sparse_loss: bool
+    need: tuple[bool, bool, bool]
+    selection_plan: Tensor
+    loss_plan: Tensor
+
+    def select(self) -> TopK:
+        plain = (tensor.detach() for tensor in self.indexer)
+        return TopK(
+            *library.indexer_topk(
+                *plain, *self.bounds, self.topk, self.use_relu, self.block_size, self.selection_plan
+            )
+        )
+
+    def loss(self, indices: Tensor, length: Tensor, lse: Tensor | None) -> Tensor:
+        """``lse [b, sq, h]`` of the teacher's attention over the selection, where it has been computed already."""
+        support = (indices, length, lse) if self.sparse_loss else (None, None, None)
+        link = link_to(*self.indexer) if any(self.need) else None
+        loss, *_ = library.indexer_loss(
+            *self.indexer, *self.teacher, *support, *self.bounds, self.valid, self.scale, self.coefficient,
+            self.per_token, self.use_relu, *self.need, self.block_size, link, self.loss_plan,
+        )  # fmt: skip
+        result: Tensor = loss
+        return result

@@ -116,6 +116,7 @@ def _fake_loss(
     key: Tensor,
     indices: Any,
     length: Any,
+    lse: Any,
     starts: Any,
     ends: Any,
     valid_rows: Any,
@@ -188,7 +189,7 @@ _define(
 )
 _define(
     "indexer_loss(Tensor q, Tensor k, Tensor weights, Tensor query, Tensor key, Tensor? indices, Tensor? length, "
-    "Tensor? starts, Tensor? ends, Tensor? valid_rows, float scale, float coefficient, bool per_token, "
+    "Tensor? lse, Tensor? starts, Tensor? ends, Tensor? valid_rows, float scale, float coefficient, bool per_token, "
     "bool use_relu, bool need_dq, bool need_dk, bool need_dw, int? block_size, Tensor? link, "
     "Tensor plan) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     loss.indexer_loss,

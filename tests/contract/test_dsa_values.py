@@ -6,8 +6,10 @@ import pytest
 import torch
 from contract import formulas, make
 
-from dsa_dispatch import run_fused_dsa_attention
-from dsa_dispatch.testing import assert_backend_ran
+from dsa_backends.torch_dense.attention_forward import attention_forward
+from dsa_backends.torch_dense.indexer_target import indexer_target
+from dsa_dispatch import run_fused_dsa_attention, use_backend
+from dsa_dispatch.testing import FakeBackend, assert_backend_ran, isolated_registry
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # fp64: only the order of sums differs
 STAGES = ("indexer_topk", "attention_forward", "attention_backward")
@@ -64,6 +66,35 @@ def test_output_loss_and_gradients_are_those_of_the_formula(bounded, use_relu, p
     wanted_gradients = torch.autograd.grad((wanted * dout).sum() + 2 * wanted_loss, list(given.values()))
     for got, want in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_the_sparse_teacher_gets_the_lse_of_the_attention_and_no_other_one(chunk, sparse):
+    """Row by row of the flattened call; over the selection, so the dense teacher must not have it."""
+    seen = {"attention_forward": [], "indexer_target": []}
+
+    def forward(*tensors, **options):
+        out, lse = attention_forward(*tensors, **options)
+        seen["attention_forward"].append(lse)
+        return out, lse
+
+    def target(*tensors, lse, **options):
+        seen["indexer_target"].append(lse)
+        return indexer_target(*tensors, lse=lse, **options)
+
+    fake = FakeBackend(replace={"attention_forward": forward, "indexer_target": target})
+    with isolated_registry(fake.spec), use_backend(query_chunk=chunk):
+        fake.calls.clear()
+        for found in seen.values():
+            found.clear()
+        run(arguments(), loss_coeff=0.3, sparse_loss=sparse)
+    if sparse:
+        wanted = torch.cat(seen["attention_forward"])
+        torch.testing.assert_close(torch.cat(seen["indexer_target"]), wanted, rtol=0, atol=0)
+        assert len(seen["indexer_target"]) == (1 if chunk is None else 5)
+    else:
+        assert set(seen["indexer_target"]) == {None}
 
 
 def test_without_a_coefficient_there_is_no_loss_and_no_stage_of_it():

@@ -172,11 +172,12 @@ def test_indexer_loss(batch, grad, given, sparse, need):
     teacher = absorbed(batch, False)
     plan = decide([*tensors, *teacher], indexer_request("loss", sparse), need)
     chosen = (ids(batch)[..., :2].contiguous(), torch.full((batch, ROWS), 2, dtype=torch.int32))
+    lse = make.normal(batch, ROWS, teacher[0].shape[2], seed=8) if sparse and given else None
     bounds = (torch.zeros(ROWS, dtype=torch.int32), torch.full((ROWS,), KEYS)) if given else (None, None)
     valid = torch.ones(batch, ROWS, dtype=torch.bool) if given else None
     opcheck(
         library.indexer_loss,
-        (*tensors, *teacher, *(chosen if sparse else (None, None)), *bounds, valid, 0.6, 0.7, given, given,
+        (*tensors, *teacher, *(chosen if sparse else (None, None)), lse, *bounds, valid, 0.6, 0.7, given, given,
          *need, 2 if given else None, None if given else torch.zeros((), requires_grad=True), plan),
         traced=grad and batch == 2 and sparse and all(need),
     )  # fmt: skip

@@ -19,8 +19,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsa_backends.triton_kernels.tiles import MOST_SPLITS
+
 _FLOOR = tl.constexpr(-1.0e30)
 """Start of the running maximum: finite, because -inf - (-inf) is NaN for a row without a key."""
+
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_SPLITS_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
@@ -169,23 +174,29 @@ def merge_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Grid (rows * heads,): merge ``part [splits, rows * heads, DV]`` by ``part_lse``, in slot order."""
+    """Grid (rows * heads,): merge ``part [splits, rows * heads, DV]`` by ``part_lse``, in slot order.
+
+    Several splits are loaded before the first is added: one at a time, each would cost the memory's latency.
+    """
     place = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_DV)
-    top = tl.full([], float("-inf"), tl.float32)
-    at = place
-    for _ in range(splits):
-        top = tl.maximum(top, tl.load(part_lse + at))
-        at += row_heads
+    each = tl.arange(0, _MOST_SPLITS)
+    mine = part_lse + place + each.to(tl.int64) * row_heads
+    top = tl.max(tl.load(mine, mask=each < splits, other=float("-inf")), 0)
     floor = tl.maximum(top, _FLOOR)  # every split empty: -inf - (-inf) would be NaN
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
     at = place
-    for _ in range(splits):
-        weight = tl.exp2((tl.load(part_lse + at) - floor) * 1.4426950408889634)
-        total += weight
-        acc += weight * tl.load(part + at * DV + offs, mask=offs < DV, other=0.0)
-        at += row_heads
+    split = place * 0
+    for _first in range(0, splits, _SPLITS_AT_ONCE):
+        for _ahead in tl.static_range(_SPLITS_AT_ONCE):
+            here = split < splits
+            lse_here = tl.load(part_lse + at, mask=here, other=float("-inf"))
+            weight = tl.exp2((lse_here - floor) * 1.4426950408889634)
+            total += weight
+            acc += weight * tl.load(part + at * DV + offs, mask=here & (offs < DV), other=0.0)
+            at += row_heads
+            split += 1
     some = total > 0.0
     acc = acc / tl.where(some, total, 1.0)
     natural = floor + tl.log(tl.where(some, total, 1.0))

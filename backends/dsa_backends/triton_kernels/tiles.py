@@ -169,6 +169,9 @@ HOPPER_WHOLE: Final[dict[HeadClass, HopperTile]] = {
 HOPPER_MASS: Final = HopperTile(64, 2, 4)
 
 
+MOST_SPLITS: Final = 64
+
+
 def split_count(
     rows: int, head_blocks: int, width: int, keys_per_tile: int, processors: int, deterministic: bool
 ) -> int:
@@ -181,7 +184,7 @@ def split_count(
         return 1
     wanted = -(-2 * processors // programs)
     most = -(-width // (2 * keys_per_tile))
-    return max(1, min(wanted, most, 64))
+    return max(1, min(wanted, most, MOST_SPLITS))
 
 
 @dataclass(frozen=True, slots=True)
