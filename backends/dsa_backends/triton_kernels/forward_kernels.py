@@ -186,16 +186,15 @@ def merge_kernel(
     floor = tl.maximum(top, _FLOOR)  # every split empty: -inf - (-inf) would be NaN
     total = tl.zeros([], tl.float32)
     acc = tl.zeros([BLOCK_DV], tl.float32)
-    at = place
     split = place * 0
     for _first in range(0, splits, _SPLITS_AT_ONCE):
         for _ahead in tl.static_range(_SPLITS_AT_ONCE):
-            here = split < splits
-            lse_here = tl.load(part_lse + at, mask=here, other=float("-inf"))
+            # Past the last split the last one is read again, with no weight.
+            at = place + tl.minimum(split, splits - 1) * row_heads
+            lse_here = tl.where(split < splits, tl.load(part_lse + at), float("-inf"))
             weight = tl.exp2((lse_here - floor) * 1.4426950408889634)
             total += weight
-            acc += weight * tl.load(part + at * DV + offs, mask=here & (offs < DV), other=0.0)
-            at += row_heads
+            acc += weight * tl.load(part + at * DV + offs, mask=offs < DV, other=0.0)
             split += 1
     some = total > 0.0
     acc = acc / tl.where(some, total, 1.0)
