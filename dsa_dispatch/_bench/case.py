@@ -23,7 +23,8 @@ STAGES_OF: Final[dict[Measured, tuple[Stage, ...]]] = {
 class Case:
     """Sizes as in ``CallSpec``; ``topk`` is the index width. ``pattern``: "random", "local", or a file of ids.
 
-    ``decode`` is the forward of few rows. ``deterministic`` asks for it as a call does; a decode then runs unsplit.
+    ``decode`` is the forward of few rows. ``deterministic`` and ``memory_budget`` (of the backends) are those of a
+    call; a deterministic decode runs unsplit.
     """
 
     stage: Measured
@@ -38,6 +39,7 @@ class Case:
     dtype: str = "bfloat16"
     pattern: str = "random"
     deterministic: bool = False
+    memory_budget: str | None = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -77,6 +79,8 @@ class Case:
             parts.append(self.pattern)
         if self.deterministic:
             parts.append("unsplit" if self.stage == "decode" else "deterministic")
+        if self.memory_budget:
+            parts.append(f"within {self.memory_budget}")
         return ", ".join([f"{self.stage} {size}", *parts, self.dtype])
 
 

@@ -39,9 +39,7 @@ class Peer:
     stages: frozenset[Stage] = frozenset()
 
 
-def backend_peer(
-    name: str, stages: frozenset[Stage], memory_budget: str | None = None, label: str | None = None
-) -> Peer:
+def backend_peer(name: str, stages: frozenset[Stage]) -> Peer:
     """A registered backend, pinned for those of its ``stages`` that the case measures; the others are ``auto``'s."""
 
     def prepare(inputs: Inputs) -> Call:
@@ -53,7 +51,7 @@ def backend_peer(
             dsa_kernel_backend=dict.fromkeys(mine, name),
             dsa_kernel_fallback="error",
             deterministic=inputs.case.deterministic,
-            memory_budget=memory_budget,
+            memory_budget=inputs.case.memory_budget,
         )
         try:
             call = _operation(inputs, config)
@@ -66,7 +64,7 @@ def backend_peer(
                 raise SitsOut(f"{stage} ran on {', '.join(found.get(stage, ['nothing']))}")
         return call
 
-    return Peer(label or name, prepare, name, stages)
+    return Peer(name, prepare, name, stages)
 
 
 def _reasons(error: NoBackendError, name: str) -> str:

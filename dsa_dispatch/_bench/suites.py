@@ -44,6 +44,7 @@ def h200() -> Iterator[Case]:
             yield from (Case(stage, heads=heads, pattern=pattern) for heads in HEADS)
     yield from (Case("attention_backward", heads=heads, deterministic=True) for heads in HEADS)
     yield from (Case("indexer_topk", keys=keys) for keys in (8192, 32768))
+    yield Case("indexer_topk", keys=32768, memory_budget="64MiB")
     yield Case("indexer_topk", rows=131072, keys=131072)
     yield from (Case("indexer_loss", deterministic=deterministic) for deterministic in (False, True))
     for heads in (128, 16):

@@ -103,10 +103,11 @@ def bench(
         "dtype": dtype.value if dtype else None,
         "pattern": pattern,
         "deterministic": deterministic,
+        "memory_budget": memory_budget,
     }
     cases = _cases(suite, stage or [], {name: value for name, value in sizes.items() if value is not None})
     place = _device(device)
-    peers = _peers(backend or [], peer or [], place, memory_budget)
+    peers = _peers(backend or [], peer or [], place)
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {str(out)!r}: there is no folder {str(out.parent)!r}")
     clock, effort = clock_for(place, flush), Effort(repeats, warmup, seconds)
@@ -144,7 +145,9 @@ def _cases(suite: str | None, stages: Sequence[str], sizes: dict[str, Any]) -> l
     suite = suite or "quick"
     if suite not in SUITES:
         raise ConfigError(f"--suite: got {suite!r}, supports {', '.join(SUITES)}.{nearest(suite, SUITES)}")
-    own = [f"--{name.replace('_', '-')}" for name in sizes if name not in ("dtype", "pattern")]
+    own = [
+        f"--{name.replace('_', '-')}" for name in sizes if name not in ("dtype", "pattern", "memory_budget")
+    ]
     if own:
         raise ConfigError(
             f"--suite {suite} has sizes of its own: leave out {', '.join(own)}, or leave out --suite"
@@ -173,9 +176,7 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _peers(
-    names: Sequence[str], others: Sequence[str], device: torch.device, memory_budget: str | None
-) -> list[Peer]:
+def _peers(names: Sequence[str], others: Sequence[str], device: torch.device) -> list[Peer]:
     known = current().snapshot.backends
     for name in names:
         if name not in known:
@@ -189,7 +190,7 @@ def _peers(
             continue
         usable = frozenset(stage for stage in spec.stages if not installation_declines(spec, stage))
         if usable or names:
-            peers.append(backend_peer(spec.name, usable, memory_budget))
+            peers.append(backend_peer(spec.name, usable))
     peers += [external_peer(text) for text in others]
     if not peers:
         raise ConfigError(
