@@ -11,10 +11,12 @@ import os
 import threading
 import time
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from packaging.version import Version
 
 from dsa_backends.tilelang_kernels.spec import TILELANG
 from dsa_dispatch._decline import Decline, DeclineCode
@@ -55,6 +57,24 @@ def _writable(folder: Path) -> bool:
     return False
 
 
+def _reject_abort() -> None:
+    """TileLang 0.1.11 and 0.1.12 end the whole process when imported beside a newer foreign-function library."""
+    try:
+        library, foreign = version(TILELANG.distribution), version("apache-tvm-ffi")
+    except PackageNotFoundError:
+        return
+    if Version(library) < Version("0.1.13") and Version(foreign) >= Version("0.1.12"):
+        raise BackendDeclined(
+            Decline(
+                DeclineCode.VERSION,
+                "apache-tvm-ffi",
+                f"{foreign} beside tilelang {library}, whose import would end the process",
+                "apache-tvm-ffi below 0.1.12 for tilelang below 0.1.13",
+                "pip install 'apache-tvm-ffi<0.1.12', or tilelang 0.1.13 to 0.1.15.",
+            )
+        )
+
+
 @lru_cache(maxsize=1)
 def tilelang() -> Any:
     """The module. Raises ``BackendDeclined`` where it cannot be imported or has nowhere to keep kernels."""
@@ -69,6 +89,7 @@ def tilelang() -> Any:
                 f"Set {CACHE_VARIABLE} to a writable folder that every rank of this machine can share.",
             )
         )
+    _reject_abort()
     try:
         module = importlib.import_module("tilelang")
         importlib.import_module("tilelang.language")

@@ -97,6 +97,28 @@ def test_an_import_that_fails_is_a_decline_with_its_first_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("library_version", "foreign", "served"),
+    [
+        ("0.1.11", "0.1.11", True),
+        ("0.1.11", "0.1.12", False),
+        ("0.1.12", "0.1.15", False),
+        ("0.1.13", "0.1.12", True),
+    ],
+)
+def test_a_pair_whose_import_would_end_the_process_is_declined(
+    library, monkeypatch, library_version, foreign, served
+):
+    versions = {"tilelang": library_version, "apache-tvm-ffi": foreign}
+    monkeypatch.setattr(compiler, "version", versions.__getitem__)
+    if served:
+        assert compiler.tilelang() is library
+    else:
+        decline = decline_of(compiler.tilelang)
+        assert decline.code == DeclineCode.VERSION
+        assert "apache-tvm-ffi<0.1.12" in decline.hint
+
+
+@pytest.mark.parametrize(
     ("version", "served"),
     [
         *(("0.1.6.post2", False), ("0.1.8", False), ("0.1.9", False), ("0.1.10", False), ("0.1.11", True)),
