@@ -95,6 +95,7 @@ _ANY: Final = Capability(
     tie_rule="lower_index",
     capture_safe=True,
     score_error=SCORE_ERROR,
+    verified="benchmarks/triton/2026-12-01-h200-tests.json",
 )
 _ATTENTION: Final = dataclasses.replace(_ANY, channels=Channels(pairs=PAIRS, pad=True))
 _INDEXER: Final = dataclasses.replace(
