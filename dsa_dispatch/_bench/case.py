@@ -24,7 +24,7 @@ class Case:
     """Sizes as in ``CallSpec``; ``topk`` is the index width. ``pattern``: "random", "local", or a file of ids.
 
     ``decode`` is the forward of few rows. ``deterministic`` and ``memory_budget`` (of the backends) are those of a
-    call; a deterministic decode runs unsplit.
+    call; a deterministic decode runs unsplit. ``finds_lse``: a loss whose teacher is not given the attention's lse.
     """
 
     stage: Measured
@@ -39,6 +39,7 @@ class Case:
     dtype: str = "bfloat16"
     pattern: str = "random"
     deterministic: bool = False
+    finds_lse: bool = False
     memory_budget: str | None = None
 
     @property
@@ -79,6 +80,8 @@ class Case:
             parts.append(self.pattern)
         if self.deterministic:
             parts.append("unsplit" if self.stage == "decode" else "deterministic")
+        if self.finds_lse:
+            parts.append("without an lse")
         if self.memory_budget:
             parts.append(f"within {self.memory_budget}")
         return ", ".join([f"{self.stage} {size}", *parts, self.dtype])

@@ -140,17 +140,21 @@ def _backward(inputs: AttentionInputs, config: DSAConfig) -> Call:
 
 
 def _loss(inputs: LossInputs, config: DSAConfig) -> Call:
-    """Teacher, loss and gradients of a selection and of an lse that are given, as ``run_fused_dsa_attention`` has them:
-    a public operation would time its selection and its attention too."""
+    """Teacher, loss and gradients of a given selection, and of an lse as ``run_fused_dsa_attention`` has it.
+
+    A public operation would time its selection and its attention too.
+    """
     case = inputs.case
     indexer = (inputs.indexer.q, inputs.indexer.k, inputs.indexer.weights)
     teacher = (inputs.attention.query, inputs.attention.key)
     request = request_of("loss", "run_fused_qk_topk_with_loss", case.topk, True, None, None, 1)
     policy = explicit_text(config)
     length = torch.full((1, case.rows), case.topk, dtype=torch.int32, device=teacher[0].device)
-    _, lse = run_fused_absorbed_sparse_attention(
-        None, *teacher, inputs.attention.indices, case.scale, case.v_channels, return_lse=True
-    )
+    lse = None
+    if not case.finds_lse:
+        _, lse = run_fused_absorbed_sparse_attention(
+            None, *teacher, inputs.attention.indices, case.scale, case.v_channels, return_lse=True
+        )
 
     def call() -> object:
         leaves = [tensor.detach().requires_grad_() for tensor in indexer]

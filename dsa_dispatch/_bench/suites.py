@@ -32,7 +32,8 @@ def quick() -> Iterator[Case]:
     for deterministic in (False, True):
         yield replace(SMALL, stage="attention_backward", deterministic=deterministic)
     yield replace(SMALL, stage="indexer_topk")
-    yield replace(SMALL, stage="indexer_loss")
+    for finds in (False, True):
+        yield replace(SMALL, stage="indexer_loss", finds_lse=finds)
     for whole in (False, True):
         yield replace(SMALL, stage="decode", rows=1, deterministic=whole)
 
@@ -47,6 +48,7 @@ def h200() -> Iterator[Case]:
     yield Case("indexer_topk", keys=32768, memory_budget="64MiB")
     yield Case("indexer_topk", rows=131072, keys=131072)
     yield from (Case("indexer_loss", deterministic=deterministic) for deterministic in (False, True))
+    yield Case("indexer_loss", finds_lse=True)
     for heads in (128, 16):
         for rows in (1, 16):
             yield from (

@@ -38,7 +38,7 @@ def indexer_target(
 ) -> Tensor:
     """See ``dsa_dispatch._contract.IndexerTarget``. Channels multiples of 16; a missing lse costs one more pass."""
     heads, channels = query.shape[1:]
-    tile = mass_tile(device_architecture(query), heads, channels, query.element_size(), lse is not None)
+    tile = mass_tile(device_architecture(query), heads, channels, query.element_size())
     return launch_target(
         query,
         key,
@@ -77,11 +77,10 @@ def launch_target(
                 base = torch.empty((last - first, heads), dtype=torch.float32, device=query.device)
             else:
                 base = lse[first:last].contiguous()
-            if isinstance(tile, HopperTile):
-                assert lse is not None, "the Hopper kernel has no pass that finds it"
-                _hopper_mass(q, key, ids, length, base, part, scale, slots.width, main, tile)
-                continue
             for find_lse in (True, False) if lse is None else (False,):
+                if isinstance(tile, HopperTile):
+                    _hopper_mass(q, key, ids, length, base, part, scale, slots.width, main, tile, find_lse)
+                    continue
                 mass_kernel[(last - first,)](
                     q,
                     key,
@@ -125,6 +124,7 @@ def _hopper_mass(
     width: int,
     main: int,
     tile: HopperTile,
+    find_lse: bool,
 ) -> None:
     # Imported late: only compute capability 9.0 needs it.
     from dsa_backends.triton_kernels.hopper_mass_kernel import hopper_mass_kernel
@@ -146,6 +146,7 @@ def _hopper_mass(
         MAIN=main,
         TAIL=channels - main,
         BLOCK_H=tile.heads,
+        FIND_LSE=find_lse,
         num_warps=tile.warps,
         **FUSED,
     )

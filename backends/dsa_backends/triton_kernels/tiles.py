@@ -236,13 +236,11 @@ _MASS: Final[dict[tuple[Architecture, HeadClass], AttentionTile]] = {
 }
 
 
-def mass_tile(
-    arch: Architecture, heads: int, qk: int, itemsize: int, has_lse: bool
-) -> AttentionTile | HopperTile:
-    """Tile of ``indexer_target``. The Hopper kernel wants the lse and adds up two blocks of heads at most."""
+def mass_tile(arch: Architecture, heads: int, qk: int, itemsize: int) -> AttentionTile | HopperTile:
+    """Tile of ``indexer_target``. The Hopper kernel adds up two blocks of heads at most."""
     if itemsize == 4:
         return AttentionTile(16, 16, 4, 1, 2)
-    if has_lse and 32 < heads <= 128 and has_hopper_kernels(arch, qk, 512, itemsize):
+    if 32 < heads <= 128 and has_hopper_kernels(arch, qk, 512, itemsize):
         return HOPPER_MASS
     return _MASS[arch, head_class(heads)]
 

@@ -67,7 +67,7 @@ def indexer(rows, keys, width, options, heads=64, topk=32):
     )
 
 
-FORMS = {"mass_kernel": 2}
+FORMS = {"mass_kernel": 2, "hopper_mass_kernel": 2}
 """Kernels that one call launches in several forms: the teacher without an lse finds it in a pass of its own."""
 
 

@@ -76,5 +76,7 @@ def test_backward_rows_of_few_heads_fit_and_scatter_sixteen_bytes_at_a_time(head
 
 
 @pytest.mark.parametrize("tail", tiles.HOPPER_TAILS)
-def test_mass_row_fits(tail):
-    check(machine_of(hopper_mass_kernel, tiles.HOPPER_MASS, MAIN=512, TAIL=tail), products=32)
+@pytest.mark.parametrize("find_lse", [True, False])
+def test_mass_row_fits(find_lse, tail):
+    machine = machine_of(hopper_mass_kernel, tiles.HOPPER_MASS, MAIN=512, TAIL=tail, FIND_LSE=find_lse)
+    check(machine, products=32, stack=0)

@@ -203,7 +203,7 @@ def test_fp32_rows_fit_the_least_and_the_most_shared_memory(arch, capability):
          "BLOCK_N": key.keys, "ATOMIC": True, "ADD": False},
         warps=key.warps, stages=key.stages, **target,
     )  # fmt: skip
-    tile = tiles.mass_tile(arch, 64, 576, 4, has_lse=True)
+    tile = tiles.mass_tile(arch, 64, 576, 4)
     mass = compiled(
         mass_kernel,
         {"MAIN": 512, "TAIL": 64, "BLOCK_PART": 256, "PARTS": tile.parts, "BLOCK_TAIL": 64, "BLOCK_H": tile.heads,
