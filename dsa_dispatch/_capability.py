@@ -188,8 +188,7 @@ class Capability:
     """What one stage of one backend accepts. Frozen data: the same object decides, explains, documents and tests.
 
     ``devices=None`` is any device type; ``compute_capabilities`` are half-open ranges of ``(major, minor)`` and
-    apply to
-    CUDA devices only. ``index_form`` says which ids the kernel bears: "any" (ids outside the keys and holes anywhere),
+    apply to CUDA devices only. ``index_form`` says which ids the kernel bears: "any" (ids outside the keys and holes anywhere),
     "holes" (-1 anywhere, nothing else outside), "prefix" (valid ids first).
     ``score_error`` bounds |score - exact score| relative to the sum of absolute products.
     """
