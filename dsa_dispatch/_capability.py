@@ -188,8 +188,8 @@ class Capability:
     """What one stage of one backend accepts. Frozen data: the same object decides, explains, documents and tests.
 
     ``devices=None`` is any device type; ``compute_capabilities`` are half-open ranges of ``(major, minor)`` and
-    apply to CUDA devices only. ``index_form`` says which ids the kernel bears: "any" (ids outside the keys and holes anywhere),
-    "holes" (-1 anywhere, nothing else outside), "prefix" (valid ids first).
+    apply to CUDA devices only. ``index_form`` says which ids the kernel bears: "any" (ids outside the keys and holes
+    anywhere), "holes" (-1 anywhere, nothing else outside), "prefix" (valid ids first).
     ``score_error`` bounds |score - exact score| relative to the sum of absolute products.
     """
 
@@ -220,6 +220,9 @@ class Capability:
     max_keys: int | None = None
     max_elements: int | None = None
     score_error: float = 0.0
+    gradient_error: float = 0.0
+    """What a gradient in bfloat16 may be off, relative to fp64, where that is more than the contract allows; in another
+    type as much less as its rounding is. 0 is the contract."""
     packages: tuple[Package, ...] = ()
     verified: str = "declared"
     extra_check: Callable[[CallSpec], Decline | None] | None = None
@@ -228,12 +231,14 @@ class Capability:
 
 
 def value_errors(capability: Capability, where: str) -> Iterator[str]:
-    """What the types cannot say: steps below one, and version ranges that are none."""
+    """What the types cannot say: steps below one, errors that are no fraction, and version ranges that are none."""
     for name in ("heads", "kv_heads", "channels", "width"):
         rule = getattr(capability, name)
         for number in ("multiple_of", "minimum"):
             if getattr(rule, number, 1) < 1:
                 yield f"{where}, field {name}, field {number}: got {getattr(rule, number)}, expected at least 1"
+    if not 0 <= capability.gradient_error < 1:
+        yield f"{where}, field gradient_error: got {capability.gradient_error}, expected a fraction from 0 to below 1"
     for package in capability.packages:
         yield from version_errors(package, where)
 

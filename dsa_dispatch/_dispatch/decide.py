@@ -94,6 +94,7 @@ class _Judge:
                     legalization=check.legalize(capability, stage, self.call),
                     provider=provider,
                     verified=capability.verified,
+                    gradient_error=capability.gradient_error,
                 )
             )
             chosen = True

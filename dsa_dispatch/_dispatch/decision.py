@@ -37,6 +37,7 @@ class Candidate:
     legalization: Legalization | None = None
     provider: str = ""
     verified: str = ""
+    gradient_error: float = 0.0
 
     def line(self, *, commands: bool = True) -> str:
         """In one line. ``commands=False`` leaves out how to install what is missing."""
@@ -48,7 +49,8 @@ class Candidate:
             return f"{self.backend}: " + " | ".join(map(str, shown))
         name = f"{self.backend} ({self.provider})" if self.provider else self.backend
         steps = ", ".join(self.legalization.steps()) if self.legalization else ""
-        return f"{name}: {self.status}" + (f", after {steps}" if steps else "")
+        error = f", gradient error up to {self.gradient_error:g} in bf16" if self.gradient_error else ""
+        return f"{name}: {self.status}" + (f", after {steps}" if steps else "") + error
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class Decision:
                             if candidate.legalization
                             else [],
                             "verified": candidate.verified,
+                            "gradient_error": candidate.gradient_error,
                         }
                         for candidate in entry.candidates
                     ],

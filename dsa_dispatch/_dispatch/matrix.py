@@ -148,6 +148,8 @@ def _promises(capability: Capability, stage: Stage) -> str:
         ("elements", capability.max_elements),
     ):
         parts += [f"up to {limit} {name}"] if limit is not None else []
+    if capability.gradient_error:
+        parts.append(f"gradient error up to {capability.gradient_error:g} in bf16")
     return ", ".join(parts) or "-"
 
 

@@ -23,12 +23,15 @@ def coarsest_dtype(capability: Capability) -> str:
     return next(name for name in ("bfloat16", "float16", "float32", "float64") if name in capability.dtypes)
 
 
-def large_scores(subject: Subject) -> None:
+def large_scores(subject: Subject, dtype: str | None = None) -> None:
     """Scores of a hundred and more, where a softmax is one key or two: here two, since gradients of a single one
-    cancel and would show nothing but rounding."""
+    cancel and would show nothing but rounding.
+
+    A declared ``gradient_error`` is a bound: ``dtype`` is then also the type in which errors are largest.
+    """
     sizes = subject.sizes
     sizes = dataclasses.replace(sizes, keys=min(sizes.keys, max(sizes.width, 2)))
-    operands = make(subject, sizes=sizes, amplify=AMPLIFIED, adjust=_tie_in_pairs)
+    operands = make(subject, sizes=sizes, dtype=dtype, amplify=AMPLIFIED, adjust=_tie_in_pairs)
     claim = f"queries scaled by {AMPLIFIED:g} stay accurate (subtract the maximum)"
     judge_stage(subject, claim, operands, slack=_score_rounding(operands))
 

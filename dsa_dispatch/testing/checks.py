@@ -163,7 +163,8 @@ def unneeded(subject: Subject) -> None:
         if left_out in got:
             raise ConformanceError(f"gradients that are not needed: {left_out} was returned, expected None")
         wanted = {name: tensor for name, tensor in operands.exact().items() if name != left_out}
-        compare(f"gradients without {left_out}", got, wanted, operands.dtype)
+        claim = f"gradients without {left_out}"
+        compare(claim, got, wanted, operands.dtype, gradient_error=operands.gradient_error)
 
 
 def accumulates(subject: Subject) -> None:
@@ -178,6 +179,7 @@ def accumulates(subject: Subject) -> None:
         wanted,
         operands.dtype,
         {f"{' and '.join(names)} overwritten instead of added to": lambda: overwritten},
+        gradient_error=operands.gradient_error,
     )
 
 
@@ -251,6 +253,9 @@ def softmax_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]
     for dtype in sorted(capability.dtypes):
         yield f"values {dtype}", partial(values, subject, dtype)
     yield "large scores", partial(accuracy.large_scores, subject)
+    if capability.gradient_error:
+        dtype = accuracy.coarsest_dtype(capability)
+        yield f"large scores {dtype}", partial(accuracy.large_scores, subject, dtype)
     yield "chunks and batch", partial(chunks, subject)
     yield from tile_checks(subject)
 

@@ -40,18 +40,26 @@ class DeclinedHere(NotHere):
     """The backend itself declined a declared call, for a reason that it found out at run time."""
 
 
-def limit_of(what: str, dtype: str) -> float:
-    return (OUT_LIMITS if what == "out" else LIMITS)[dtype]
+def limit_of(what: str, dtype: str, gradient_error: float = 0.0) -> float:
+    """Of a relative error. ``gradient_error`` is a declared one, of a gradient in bfloat16."""
+    limit = (OUT_LIMITS if what == "out" else LIMITS)[dtype]
+    if not what.startswith("d"):
+        return limit
+    coarser = torch.finfo(torch.bfloat16).eps / torch.finfo(getattr(torch, dtype)).eps
+    return max(limit, gradient_error / coarser)
 
 
 def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
-def error_of(what: str, got: Tensor, wanted: Tensor, dtype: str, slack: float = 0.0) -> str:
+def error_of(
+    what: str, got: Tensor, wanted: Tensor, dtype: str, slack: float = 0.0, gradient_error: float = 0.0
+) -> str:
     """What is wrong with one result; "" when nothing is. Shapes must agree.
 
     ``slack`` is the error that rounding alone may cause where the scores are large: the limit where it is greater.
+    ``gradient_error`` is what the capability declares.
     """
     got, wanted = exact(got), exact(wanted)
     if got.shape != wanted.shape:
@@ -68,7 +76,7 @@ def error_of(what: str, got: Tensor, wanted: Tensor, dtype: str, slack: float = 
         worst = float(difference.abs().max()) if difference.numel() else 0.0
         allowed = max(LSE_LIMITS[dtype], slack)
         return f"lse: off by {worst:.2g}, limit {allowed:g} absolute" if worst > allowed else ""
-    allowed = max(limit_of(what, dtype), slack)
+    allowed = max(limit_of(what, dtype, gradient_error), slack)
     norm = float(wanted.norm())
     entry = _least_entry(what, dtype, allowed)
     norm = max(norm, entry * math.sqrt(wanted.numel()))
@@ -111,18 +119,21 @@ def compare(
     faults: Faults | None = None,
     nan_hint: str = "",
     slack: float = 0.0,
+    gradient_error: float = 0.0,
 ) -> None:
     """Raise ``ConformanceError`` with ``claim``, what differs, and the fault that would explain it.
 
     ``nan_hint`` says where NaN can only have come from.
     """
-    errors = [error_of(what, got[what], wanted[what], dtype, slack) for what in wanted]
+    errors = [error_of(what, got[what], wanted[what], dtype, slack, gradient_error) for what in wanted]
     if not any(errors):
         return
     text = "; ".join(error for error in errors if error)
     for fault, results in (faults or {}).items():
         explained = results()
-        if not any(error_of(what, got[what], explained[what], dtype, slack) for what in wanted):
+        if not any(
+            error_of(what, got[what], explained[what], dtype, slack, gradient_error) for what in wanted
+        ):
             text += f". This is the answer with {fault}"
             break
     if nan_hint and any(bool(got[what].isnan().any()) for what in wanted):

@@ -97,6 +97,8 @@ class Operands:
     accumulators: dict[str, Guarded | None] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     """What the accumulators held before the call."""
+    gradient_error: float = 0.0
+    """What the capability declares."""
 
     def call(self, function: Callable[..., Any]) -> dict[str, Tensor]:
         """Run the stage as the core does, and name its results. Accumulators are reported less what they held."""
@@ -333,6 +335,7 @@ def make(
         options=StageOptions(deterministic=deterministic),
         accumulators=accumulators,
         before=before,
+        gradient_error=capability.gradient_error,
     )
 
 

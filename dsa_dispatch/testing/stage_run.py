@@ -48,7 +48,7 @@ def judge_results(
     if "lse" in present and _left_to_its_own_check(operands, got["lse"], present["lse"]):
         del present["lse"]
     hint = _origin_of_nan(operands, got, nan_hint)
-    compare(claim, got, present, operands.dtype, faults, hint, slack)
+    compare(claim, got, present, operands.dtype, faults, hint, slack, operands.gradient_error)
 
 
 def lse_faults(operands: Operands) -> Faults:
