@@ -11,6 +11,7 @@ from dsa_dispatch._call import RowLayout
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.check import Legalization
 from dsa_dispatch._dispatch.plan import Plan, StagePlan, plan_of
+from dsa_dispatch._execution.copies import contiguous
 from dsa_dispatch._execution.legalize import legal_ids, pad_channels, pad_heads, pad_query
 from dsa_dispatch._execution.memory import MemoryPlan, plan_memory
 from dsa_dispatch._execution.rows import (
@@ -186,12 +187,14 @@ def _forward(
 
 def assemble(query: Tensor, memory: MemoryPlan, v_channels: int, one: OneChunk) -> tuple[Tensor, Tensor]:
     """Run ``one`` over all chunks. A single chunk of one batch item has the caller's layout and is not copied."""
-    _, batch, heads, _ = query.shape
+    rows, batch, heads, _ = query.shape
     if batch == 1 and not memory.chunked:
         (whole,) = planned_chunks(memory)
         out, lse = one(whole)
-        return out.contiguous()[:, None], lse.contiguous()[None]
-    out, lse = empty_outputs(query, v_channels)
+        return contiguous(out)[:, None], contiguous(lse)[None]
+    # Not filled: every row belongs to one of the chunks.
+    out = query.new_empty((rows, batch, heads, v_channels))
+    lse = query.new_empty((batch, rows, heads), dtype=accumulation_dtype(query.dtype))
     flat_lse = lse.view(-1, heads)
     for chunk in planned_chunks(memory):
         part, part_lse = one(chunk)
@@ -283,7 +286,7 @@ def with_rows(
     """``gradient`` (None before the first chunk) with a chunk's rows. A single chunk of one batch item is not
     copied."""
     if query.shape[1] == 1 and not memory.chunked:
-        return part.contiguous()[:, None]
+        return contiguous(part)[:, None]
     if gradient is None:
         gradient = torch.empty_like(query, memory_format=torch.contiguous_format)
     put_rows(gradient, chunk, part)

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsa_dispatch._dispatch.check import Legalization
+from dsa_dispatch._execution.copies import padded
 
 
 def pad_channels(tensor: Tensor, legal: Legalization) -> Tensor:
     """Zero channels at the end: they add nothing to a dot product, and the value is a prefix."""
     found, given = legal.channels
-    return tensor if found == given else F.pad(tensor, (0, given - found))
+    return tensor if found == given else padded(tensor, (*tensor.shape[:-1], given))
 
 
 def pad_heads(tensor: Tensor, legal: Legalization, dim: int = 1) -> Tensor:
@@ -20,7 +21,7 @@ def pad_heads(tensor: Tensor, legal: Legalization, dim: int = 1) -> Tensor:
     found, given = legal.heads
     if found == given:
         return tensor
-    return F.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, given - found])
+    return padded(tensor, (*tensor.shape[:dim], given, *tensor.shape[dim + 1 :]))
 
 
 def pad_query(query: Tensor, legal: Legalization) -> Tensor:
@@ -28,7 +29,7 @@ def pad_query(query: Tensor, legal: Legalization) -> Tensor:
     heads, channels = legal.heads, legal.channels
     if heads[0] == heads[1] and channels[0] == channels[1]:
         return query
-    return F.pad(query, (0, channels[1] - channels[0], 0, heads[1] - heads[0]))
+    return padded(query, (query.shape[0], heads[1], channels[1]))
 
 
 def legal_ids(ids: Tensor, length: Tensor, legal: Legalization) -> tuple[Tensor, Tensor]:

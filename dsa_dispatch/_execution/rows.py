@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsa_dispatch._execution.copies import copy
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -65,7 +67,7 @@ def put_rows(tensor: Tensor, chunk: Chunk, values: Tensor) -> None:
     for item in range(chunk.start // rows, (chunk.stop - 1) // rows + 1):
         first = item * rows
         low, high = max(chunk.start - first, 0), min(chunk.stop - first, rows)
-        tensor[low:high, item] = values[first + low - chunk.start : first + high - chunk.start]
+        copy(tensor[low:high, item], values[first + low - chunk.start : first + high - chunk.start])
 
 
 def item_offsets(chunk: Chunk, rows: int, keys: int, device: torch.device) -> Tensor:
