@@ -52,7 +52,7 @@ def _cudnn_backward(inputs) -> Call:
     q, kv, ids = inputs.query[:, 0], inputs.key[:, 0, 0], inputs.indices[0]
     length = torch.full((case.rows,), case.topk, dtype=torch.int32, device=q.device)
     out, lse = found.provider.run(q, inputs.key[:, 0], ids[:, None], case.scale, case.v_channels, length)
-    natural = lse * found.lse_factor
+    natural = lse * found.answer.lse_factor
     sink = torch.full((case.heads,), -torch.inf, device=q.device)
     return lambda: kernels.sparse_attention_backward_wrapper(
         q, kv, out, inputs.dout[:, 0], natural, sink, ids, case.scale, length

@@ -66,7 +66,7 @@ class Case:
             return found.provider.run(q, kv, ids[:, None], SCALE, 512, self.length)
 
         out, lse = forward()
-        natural = lse * found.lse_factor
+        natural = lse * found.answer.lse_factor
         sink = torch.full((self.heads,), -torch.inf, device="cuda")
         return forward, lambda: kernels.sparse_attention_backward_wrapper(
             q, kv[:, 0], out, self.dout[:, 0], natural, sink, ids, SCALE, self.length

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from dsa_backends.cudnn_dsa import frontend
 from dsa_backends.cudnn_dsa.plans import PLANS, signature, workspace_of
-from dsa_backends.flash_mla.slots import ids_within_length, on_device, packed
+from dsa_backends.flash_mla.slots import ids_within_length, is_hopper, on_device, packed
 from dsa_dispatch._call import RowLayout, StageOptions
 
 MAX_ELEMENTS: Final = 2**31 - 1
 """Of ``q`` in one launch: the kernel for compute capability 9.0 addresses with 32 bits."""
+ROW_STEP: Final = 64
 
 
 def attention_backward(
@@ -41,7 +42,9 @@ def attention_backward(
     """
     dsa = frontend.load(frontend.ATTENTION_BACKWARD)
     q, kv, out, dout, lse = (packed(tensor) for tensor in (q, kv, out, dout, lse))
-    ids, length = ids_within_length(indices, length), packed(length)
+    # The kernel for compute capability 9.0 loads no key at or past the length. 10.x has many, not all of them known to.
+    ids = packed(indices) if is_hopper(q.device) else ids_within_length(indices, length)
+    length = packed(length)
     sink = torch.full((q.shape[1],), -torch.inf, dtype=torch.float32, device=q.device)
     dq, part, dsink = torch.empty_like(q), torch.empty_like(kv), torch.empty_like(sink)
     with on_device(q):
@@ -80,9 +83,11 @@ def _build(dsa: Any, operands: tuple[Tensor, ...], length: Tensor) -> Any:
 
 
 def row_pieces(rows: int, row_elements: int) -> Iterator[slice]:
-    """The fewest equal pieces of rows that stay below the kernel's addressing limit."""
-    count = -(-rows * row_elements // MAX_ELEMENTS)
-    size = -(-rows // count)
+    """The fewest pieces of rows below the kernel's addressing limit. All but the last are of a multiple of 64 rows: the
+    lengths of a piece begin at 16 bytes, as the kernel was compiled to expect."""
+    most = max(MAX_ELEMENTS // row_elements // ROW_STEP, 1) * ROW_STEP
+    count = -(-rows // most)
+    size = -(-rows // count // ROW_STEP) * ROW_STEP
     for first in range(0, rows, size):
         yield slice(first, min(first + size, rows))
 

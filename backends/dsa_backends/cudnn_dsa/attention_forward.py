@@ -11,11 +11,11 @@ from torch import Tensor
 from dsa_backends.cudnn_dsa import frontend
 from dsa_backends.cudnn_dsa.spec import HEAD_GROUP
 from dsa_backends.flash_mla.messages import first_line
-from dsa_backends.flash_mla.probe import ProbeError, lse_to_natural
+from dsa_backends.flash_mla.probe import ProbeError, ask
 from dsa_backends.flash_mla.slots import (
     aligned,
-    empty_rows_to_negative_infinity,
     ids_within_length,
+    natural_lse,
     on_device,
 )
 from dsa_dispatch._call import RowLayout, StageOptions
@@ -47,7 +47,7 @@ def attention_forward(
         for first in range(0, q.shape[1], step):
             group = aligned(q[:, first : first + step])
             out, lse = _run(dsa, group, keys, ids, scale, length)
-            results.append((out, empty_rows_to_negative_infinity(lse * factor if factor != 1.0 else lse)))
+            results.append((out, natural_lse(lse, factor)))
     if len(results) == 1:
         return results[0]
     outs, lses = zip(*results, strict=True)
@@ -64,10 +64,10 @@ def _lse_factor(device: str) -> float:
     """Whether this version has a forward for this GPU is asked of it, not of a table: later versions have more."""
     dsa = frontend.load(frontend.ATTENTION_FORWARD)
     try:
-        return lse_to_natural(
+        return ask(
             lambda q, kv, ids, scale, _, length: _run(dsa, q, kv[:, 0], ids[:, 0], scale, length),
             torch.device(device),
-        )
+        ).lse_factor
     except ProbeError as wrong:
         raise BackendDeclined(
             Decline(

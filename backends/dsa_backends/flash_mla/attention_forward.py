@@ -8,9 +8,10 @@ from torch import Tensor
 from dsa_backends.flash_mla.providers import usable
 from dsa_backends.flash_mla.slots import (
     aligned,
-    empty_rows_to_negative_infinity,
     ids_within_length,
+    natural_lse,
     on_device,
+    packed,
 )
 from dsa_backends.flash_mla.spec import COMPUTE_CAPABILITIES, HEAD_GROUP
 from dsa_dispatch._call import RowLayout, StageOptions
@@ -32,16 +33,14 @@ def attention_forward(
     The kernel knows 64 and 128 heads; more run in groups of 128, each a pass over the keys.
     """
     found = usable(q.device)
-    ids = ids_within_length(indices, length)[:, None]
+    ids = packed(indices) if found.answer.ends_at_length else ids_within_length(indices, length)
     keys = aligned(kv)[:, None]
     results = []
     with on_device(q):
         for first in range(0, q.shape[1], HEAD_GROUP):
             group = aligned(q[:, first : first + HEAD_GROUP])
-            out, lse = found.provider.run(group, keys, ids, scale, v_channels, length)
-            if found.lse_factor != 1.0:
-                lse = lse * found.lse_factor
-            results.append((out, empty_rows_to_negative_infinity(lse)))
+            out, lse = found.provider.run(group, keys, ids[:, None], scale, v_channels, length)
+            results.append((out, natural_lse(lse, found.answer.lse_factor)))
     if len(results) == 1:
         return results[0]
     outs, lses = zip(*results, strict=True)

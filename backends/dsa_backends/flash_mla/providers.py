@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dsa_backends.flash_mla import messages
-from dsa_backends.flash_mla.probe import ProbeError, lse_to_natural
+from dsa_backends.flash_mla.probe import Answer, ProbeError, ask
+from dsa_backends.flash_mla.slots import is_hopper
 from dsa_dispatch.errors import BackendDeclined
 
 Run = Callable[[Tensor, Tensor, Tensor, float, int, Tensor], tuple[Tensor, Tensor]]
@@ -39,12 +40,11 @@ class Usable:
     """A provider that answered rightly on one device."""
 
     provider: Provider
-    lse_factor: float
-    """What turns the provider's lse into the natural logarithm."""
+    answer: Answer
 
     @property
     def title(self) -> str:
-        base = "e" if self.lse_factor == 1.0 else "2"
+        base = "e" if self.answer.lse_factor == 1.0 else "2"
         return f"{self.provider.name}, lse base {base}"
 
 
@@ -63,7 +63,8 @@ def _usable(device: str) -> Usable:
             reasons.append(declined.decline)
             continue
         try:
-            return Usable(provider, lse_to_natural(provider.run, torch.device(device)))
+            answer = ask(provider.run, torch.device(device))
+            return Usable(provider, _as_far_as_it_shows(answer, torch.device(device)))
         except ProbeError as wrong:
             reasons.append(messages.failed_probe(provider.name, wrong.found, wrong.wanted))
         # Availability only: a foreign kernel that refuses the GPU or the arguments is a reason, not a crash.
@@ -71,6 +72,12 @@ def _usable(device: str) -> Usable:
             found = f"{type(error).__name__}: {messages.first_line(error)}"
             reasons.append(messages.failed_probe(provider.name, found, "one that runs on this GPU"))
     raise messages.declined(reasons)
+
+
+def _as_far_as_it_shows(answer: Answer, device: torch.device) -> Answer:
+    """Compute capability 9.0 has one kernel, so that what one call shows holds of all; 10.x has one per head count."""
+    one_kernel = device.type != "cuda" or is_hopper(device)
+    return replace(answer, ends_at_length=answer.ends_at_length and one_kernel)
 
 
 def _version(*distributions: str) -> str:

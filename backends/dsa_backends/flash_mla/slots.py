@@ -11,11 +11,8 @@ LN2 = 0.6931471805599453
 
 
 def ids_within_length(indices: Tensor, length: Tensor) -> Tensor:
-    """``indices [T, W]`` with -1 at and past ``length [T]``.
-
-    A length alone does not do: kernels load whole tiles, and a key behind the length that holds NaN leaks through a
-    zero probability.
-    """
+    """``indices [T, W]`` with -1 at and past ``length [T]``, for a kernel that a length alone does not do for: it loads
+    whole tiles, and a key behind the length that holds NaN leaks through a zero probability."""
     slots = torch.arange(indices.shape[1], dtype=torch.int32, device=indices.device)
     return torch.where(slots < length[:, None], indices, -1).contiguous()
 
@@ -36,9 +33,15 @@ def packed(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def empty_rows_to_negative_infinity(lse: Tensor) -> Tensor:
-    """Providers say +inf for a row without a key. In place."""
+def natural_lse(lse: Tensor, factor: float) -> Tensor:
+    """A provider's lse times ``factor``, in place; it says +inf for a row without a key."""
+    if factor != 1.0:
+        lse.mul_(factor)
     return torch.nan_to_num_(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

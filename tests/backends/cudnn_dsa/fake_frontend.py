@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from dsa_backends.cudnn_dsa import attention_forward, frontend
+from dsa_backends.cudnn_dsa import attention_backward, attention_forward, frontend
 from dsa_backends.cudnn_dsa.plans import PLANS
 
 TILE = 64
@@ -61,6 +61,7 @@ def gathered(kv, ids, length):
     slots = torch.arange(width, device=ids.device)
     valid = (ids >= 0) & (ids < kv.shape[0]) & (slots < length[:, None])
     loaded = (ids >= 0) & (ids < kv.shape[0]) & (slots < -(-length[:, None] // TILE) * TILE)
+    loaded = valid if FEATURES["ends at length"] else loaded
     keys = kv.float()[ids.clamp(0, kv.shape[0] - 1).long()]
     return torch.where(loaded[..., None], keys, 0.0), valid
 
@@ -467,7 +468,7 @@ class DenseIndexerBackward(Plan):
         index_score.fill_(torch.nan)
 
 
-FEATURES = {"forward": True}
+FEATURES = {"forward": True, "ends at length": False}
 SYMBOLS = {
     item.__name__: item
     for item in (
@@ -504,12 +505,17 @@ def module_is(module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def installed(without: tuple[str, ...] = (), forward: bool = True, **replaced) -> Iterator[types.ModuleType]:
-    """The fake as the module ``cudnn``, with some symbols left out or replaced."""
+def installed(
+    without: tuple[str, ...] = (), forward: bool = True, hopper: bool = False, **replaced
+) -> Iterator[types.ModuleType]:
+    """The fake as the module ``cudnn``, with some symbols left out or replaced; ``hopper`` is the backward of that
+    architecture, which loads no key past a length, and an adapter that takes the CPU for one."""
     module = types.ModuleType("cudnn")
     symbols = {name: item for name, item in SYMBOLS.items() if name not in without} | replaced
     module.DSA = types.SimpleNamespace(**symbols)
     forget()
-    with module_is(module), mock.patch.dict(FEATURES, {"forward": forward}):
+    features = {"forward": forward, "ends at length": hopper}
+    patched = mock.patch.object(attention_backward, "is_hopper", return_value=hopper)
+    with module_is(module), mock.patch.dict(FEATURES, features), patched:
         yield module
     forget()

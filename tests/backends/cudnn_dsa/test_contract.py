@@ -45,6 +45,20 @@ def test_the_contract_holds_over_a_frontend_that_misbehaves_as_the_real_one(chec
             pytest.skip(str(reason))
 
 
+SLOTS = [
+    case
+    for case in checks()
+    if case.id.startswith("attention_backward-")
+    and any(word in case.id for word in ("length", "holes", "outside"))
+]
+
+
+@pytest.mark.parametrize("check", SLOTS)
+def test_ids_past_a_length_reach_the_backward_of_hopper_as_they_are(check):
+    with fake_frontend.installed(hopper=True):
+        check()
+
+
 @pytest.mark.parametrize("stage", list(SPEC.stages))
 def test_the_self_test_passes_over_the_fake(stage):
     with fake_frontend.installed():

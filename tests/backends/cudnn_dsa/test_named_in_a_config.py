@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import fake_frontend
 import fake_providers
 import torch
+from traffic import anywhere
 
 import dsa_dispatch as dsa
 from dsa_backends.cudnn_dsa.spec import SPEC as CUDNN
@@ -15,15 +15,6 @@ from dsa_backends.flash_mla.spec import SPEC as FLASHMLA
 from dsa_dispatch.testing import isolated_registry
 
 CONFIG = {"dsa_kernel_backend": "cudnn", "dsa_kernel_fallback": "error"}
-
-
-def anywhere(spec):
-    """The backend without its packages and its devices: the fakes run on a CPU."""
-    stages = {
-        name: dataclasses.replace(stage, capability=dataclasses.replace(stage.capability, devices=None))
-        for name, stage in spec.stages.items()
-    }
-    return dataclasses.replace(spec, packages=(), stages=stages)
 
 
 @contextlib.contextmanager

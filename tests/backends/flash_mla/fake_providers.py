@@ -15,10 +15,11 @@ from dsa_backends.flash_mla.slots import LN2
 TILE = 64
 
 
-def kernel(q, kv, indices, sm_scale, d_v, topk_length, base_two=False):
+def kernel(q, kv, indices, sm_scale, d_v, topk_length, base_two=False, ends=False):
     """What every build does: 64 or 128 heads, widths of 128, no empty call, +inf for an empty row.
 
     A key behind the length, in a tile that the length reaches, is loaded: its NaN leaks through a zero probability.
+    ``ends`` is the kernel that loads none of them.
     """
     rows, heads, channels = q.shape
     if heads not in (64, 128):
@@ -39,7 +40,7 @@ def kernel(q, kv, indices, sm_scale, d_v, topk_length, base_two=False):
         raise AssertionError("read past the row")
     inside = (ids >= 0) & (ids < kv.shape[0])
     valid = inside & (slots < reach[:, None])
-    loaded = inside & (slots < -(-reach[:, None] // TILE) * TILE)
+    loaded = valid if ends else inside & (slots < -(-reach[:, None] // TILE) * TILE)
     keys = torch.where(loaded[..., None], kv[:, 0].float()[ids.clamp(0, kv.shape[0] - 1).long()], 0.0)
     score = torch.einsum("thd,twd->thw", q.float(), keys) * sm_scale
     score = torch.where(valid[:, None], score, -torch.inf)
@@ -58,6 +59,10 @@ def base_two_signature(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_l
     return kernel(q, kv, indices, sm_scale, d_v, topk_length, base_two=True)
 
 
+def hopper_signature(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
+    return kernel(q, kv, indices, sm_scale, d_v, topk_length, ends=True)
+
+
 def branch_signature(q, kv, indices, sm_scale, indexer_topk, d_v=512, attn_sink=None, topk_length=None):
     results = kernel(q, kv, indices, sm_scale, d_v, topk_length)
     return (*results, results[2]) if indexer_topk else results
@@ -69,7 +74,7 @@ def oldest_signature(q, kv, indices, sm_scale, d_v=512):
 
 def operator(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
     """As ``torch.ops.sgl_kernel.sparse_prefill_fwd`` of release 0.4.5."""
-    return list(kernel(q, kv, indices, sm_scale, d_v, topk_length, base_two=True))
+    return list(kernel(q, kv, indices, sm_scale, d_v, topk_length, base_two=True, ends=True))
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ SIGNATURES = (
     fake_providers.main_signature,
     fake_providers.base_two_signature,
     fake_providers.branch_signature,
+    fake_providers.hopper_signature,
     fake_providers.oldest_signature,
 )
 
@@ -35,7 +36,7 @@ def checks():
 
 
 @pytest.mark.parametrize("check", checks())
-@pytest.mark.parametrize("signature", SIGNATURES[1:3])
+@pytest.mark.parametrize("signature", SIGNATURES[1:4])
 def test_the_contract_holds_over_a_provider_that_misbehaves_as_the_real_ones(signature, check):
     with fake_providers.flash_mla(signature):
         check()
@@ -47,7 +48,7 @@ def test_the_self_test_passes_over_every_signature(signature):
         selftest.run(attention_forward, CAPABILITY, "attention_forward", CPU)
 
 
-@pytest.mark.parametrize(("signature", "base"), list(zip(SIGNATURES, "e2ee", strict=True)))
+@pytest.mark.parametrize(("signature", "base"), list(zip(SIGNATURES, "e2eee", strict=True)))
 def test_the_base_of_the_lse_is_read_from_an_answer_and_named(signature, base):
     with fake_providers.flash_mla(signature):
         assert provider().endswith(f"lse base {base}")

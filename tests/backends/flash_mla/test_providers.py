@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsa_backends.flash_mla import messages, providers
+from dsa_backends.flash_mla.probe import Answer
 from dsa_dispatch._decline import DeclineCode
 from dsa_dispatch.errors import BackendDeclined
 
@@ -158,6 +159,28 @@ def test_a_provider_that_answers_wrongly_is_declined_with_what_it_answered(funct
         decline = decline_of(providers.usable, CPU)
     assert decline.code is DeclineCode.SELF_TEST_FAILED
     assert text in decline.got
+
+
+@pytest.mark.parametrize(
+    ("function", "ends"),
+    [
+        (fake_providers.main_signature, False),
+        (fake_providers.base_two_signature, False),
+        (fake_providers.oldest_signature, False),
+        (fake_providers.hopper_signature, True),
+    ],
+)
+def test_whether_a_length_ends_a_row_is_read_from_an_answer(function, ends):
+    with fake_providers.flash_mla(function):
+        assert providers.usable(CPU).answer.ends_at_length is ends
+
+
+@pytest.mark.parametrize(("capability", "ends"), [((9, 0), True), ((10, 0), False), ((10, 3), False)])
+def test_one_call_shows_it_only_where_there_is_one_kernel(capability, ends):
+    answer = Answer(1.0, ends_at_length=True)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        assert providers._as_far_as_it_shows(answer, torch.device("cuda", 0)).ends_at_length is ends
+    assert not providers._as_far_as_it_shows(Answer(1.0, False), CPU).ends_at_length
 
 
 def test_a_provider_without_the_function_is_a_failed_import():
