@@ -19,8 +19,9 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
+# In the order of the folders: by default files of one long test would come last, and one process would wait.
 unit: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --ignore tests/overhead
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore tests/overhead
 
 # Alone, since it measures time.
 overhead: $(VENV)/installed-dev
