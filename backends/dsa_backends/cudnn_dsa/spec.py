@@ -44,8 +44,8 @@ SCORE_ERROR: Final = 2.0**-15
 """Relative to the sum of |w q k|: products of 128 bf16 channels summed in fp32, then 64 heads, as for torch_dense."""
 
 GRADIENT_ERROR: Final = 0.012
-"""Twice the contract's. The kernel takes ``rowsum(out * dout)`` from an output of 16 bits, whose rounding is most of the
-error where scores are large: 0.0066 with activations scaled by 30 (benchmarks/vendor/h200.json)."""
+"""Twice the contract's. The kernel takes ``rowsum(out * dout)`` from an output of 16 bits, whose rounding is most of
+the error where scores are large: 0.0066 with activations scaled by 30 (benchmarks/vendor/h200.json)."""
 
 
 def _attention_forward(call: CallSpec) -> Scratch:
