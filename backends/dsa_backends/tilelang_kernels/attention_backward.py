@@ -44,7 +44,7 @@ def attention_backward(
     if not need_dq and dkv is None:
         return None
     q, kv, out, dout = aligned(q), aligned(kv), aligned(out), aligned(dout)
-    indices, lse = last_contiguous(indices), lse.contiguous()
+    indices, length, lse = last_contiguous(indices), length.contiguous(), lse.contiguous()
     dq = torch.empty_like(q, memory_format=torch.contiguous_format) if need_dq else None
     row_bytes = total(backward_rows(q.shape[1], indices.shape[1]))
     with on_device(q):

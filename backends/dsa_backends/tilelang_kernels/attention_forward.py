@@ -67,6 +67,7 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """The forward in a given form; what the benchmark and the tests vary."""
     q, kv, indices = aligned(q), aligned(kv), last_contiguous(indices)
+    length = length.contiguous()
     rows, heads, _ = q.shape
     out = torch.empty((rows, heads, v_channels), dtype=q.dtype, device=q.device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)

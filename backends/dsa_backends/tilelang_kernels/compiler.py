@@ -137,13 +137,18 @@ def kernel(device: torch.device, where: str, *static: Any) -> Any:
         return found
     with _LOCK:
         if key not in _KERNELS:
-            _KERNELS[key] = _compiled(target_of(capability), where, static)
+            _KERNELS[key] = compile_kernel(target_of(capability), where, static)
         return _KERNELS[key]
 
 
-def _compiled(arch: str, where: str, static: tuple[Any, ...]) -> Any:
+def name_of(where: str, static: tuple[Any, ...]) -> str:
+    return f"{where.partition(':')[2]}({', '.join(map(str, static))})"
+
+
+def compile_kernel(arch: str, where: str, static: tuple[Any, ...]) -> Any:
+    """From the disk or compiled now; needs no GPU. Says what it is about, and how long it took."""
     module = tilelang()
-    name = f"{where.partition(':')[2]}({', '.join(map(str, static))})"
+    name = name_of(where, static)
     LOGGER.info("tilelang: compiling %s for %s, or finding it in %s", name, arch, cache_folder())
     start = time.perf_counter()
     compiled = module.compile(

@@ -41,7 +41,7 @@ def indexer_loss(
     assert indices is not None
     assert length is not None
     q, k, w = aligned(q), aligned(k), last_contiguous(w)
-    indices, mass = last_contiguous(indices), last_contiguous(mass)
+    indices, length, mass = last_contiguous(indices), length.contiguous(), last_contiguous(mass)
     count, heads, dim = q.shape
     width = indices.shape[1]
 

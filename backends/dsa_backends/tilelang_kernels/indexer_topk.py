@@ -60,6 +60,7 @@ def indexer_topk(
 ) -> tuple[Tensor, Tensor]:
     """See ``dsa_dispatch._contract.IndexerTopK``. Up to 64 heads, any ``topk``."""
     q, k, w = aligned(q), aligned(k), last_contiguous(w)
+    starts, ends = starts.contiguous(), ends.contiguous()
     total_rows, heads, dim = q.shape
     indices = torch.empty((total_rows, topk), dtype=torch.int32, device=q.device)
     length = torch.empty((total_rows,), dtype=torch.int32, device=q.device)

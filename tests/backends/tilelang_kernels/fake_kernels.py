@@ -6,7 +6,7 @@ They read nothing but through those arguments, so an adapter that hands over a w
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
@@ -277,15 +277,12 @@ def kernel(device, where, *static):
 
 
 @contextmanager
-def installed(gpu=GPU):
+def installed(gpu=GPU, kernel=kernel):
     """The adapters over these kernels, on whatever device the tensors are, as on a GPU of that compute capability."""
     modules = (attention_forward, attention_backward, indexer_topk, indexer_loss)
-    with (
-        patch.object(modules[0], "kernel", kernel),
-        patch.object(modules[1], "kernel", kernel),
-        patch.object(modules[2], "kernel", kernel),
-        patch.object(modules[3], "kernel", kernel),
-        patch.object(attention_forward, "capability", lambda tensor: gpu),
-        patch.object(indexer_topk, "is_hopper", lambda tensor: gpu == (9, 0)),
-    ):
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, "kernel", kernel))
+        stack.enter_context(patch.object(attention_forward, "capability", lambda tensor: gpu))
+        stack.enter_context(patch.object(indexer_topk, "is_hopper", lambda tensor: gpu == (9, 0)))
         yield

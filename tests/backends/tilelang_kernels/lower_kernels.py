@@ -1,7 +1,12 @@
-"""Lowers every kernel to CUDA source and prints one line for each; run by ``test_lowering`` in a process of its own."""
+"""Lowers every kernel for an architecture and prints one line of JSON for each; ``test_lowering`` runs it in a process
+of its own, since TileLang's imports and warnings are none of pytest's business.
+
+    python lower_kernels.py MAJOR.MINOR [TEXT]       with TEXT only the kernels whose name holds it
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -9,41 +14,40 @@ import tilelang
 from tilelang import tvm
 
 from dsa_backends.tilelang_kernels import compiler
-
-HOPPER = (
-    ("hopper_forward_kernel:hopper_forward", (64, "bfloat16")),
-    ("hopper_few_forward_kernel:hopper_few_forward", (0, "float16")),
-    ("pairs_kernels:row_shift", ("bfloat16",)),
-    ("pairs_kernels:hopper_pairs", (64, "bfloat16")),
-    ("balance_kernel:balance", (True, "bfloat16")),
-    ("hopper_few_backward_kernel:hopper_few_backward", (64, "bfloat16")),
-    ("query_gradient_kernel:hopper_query_gradient", (64, "bfloat16")),
-    ("key_gradient_kernel:hopper_key_gradient", (64, 64, "bfloat16", False)),
-    ("loss_kernel:index_loss", (16, 64, True)),
-    ("score_kernel:index_scores", (64, 128, "bfloat16", True, True)),
-    ("select_kernel:select_best", ()),
-)
-PORTABLE = (
-    ("portable_forward_kernel:portable_forward", (16, 64, "bfloat16")),
-    ("score_kernel:index_scores", (16, 64, "float16", True, False)),
-    ("select_kernel:select_best", ()),
-)
+from dsa_backends.tilelang_kernels.catalogue import kernels
 
 
-def source(arch, where, static):
+def lowered(arch, where, static):
     program = compiler.build(where, *static)
     configs = {getattr(key, "value", key): value for key, value in compiler.pass_configs(tilelang).items()}
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     with tvm.transform.PassContext(opt_level=3, config=configs), target:
-        return tilelang.lower(program, target=target).kernel_source
+        return tilelang.lower(program, target=target)
 
 
-for where, static in HOPPER if sys.argv[1] == "sm_90a" else PORTABLE:
-    text = source(sys.argv[1], where, static)
-    facts = {
-        "wgmma": "wgmma_" in text,
-        "copies16": "cp_async_gs_conditional<16>" in text,
-        "scalar_gather": bool(re.search(r"= kv\[", text)),
-    }
-    line = " ".join([where.partition(":")[2], *(f"{name}={value}" for name, value in facts.items())])
-    sys.stdout.write(line + "\n")
+def shared_bytes(artifact):
+    """The last argument of the launch, where the kernel asks for shared memory at all."""
+    if "use_dyn_shared_memory" not in str(artifact.device_mod):
+        return 0
+    return int(re.search(r'call_packed\("dsa[^)]*, (\d+)\)', str(artifact.host_mod))[1])
+
+
+def main():
+    gpu = tuple(map(int, sys.argv[1].split(".")))
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    for where, static in kernels(gpu):
+        if only in compiler.name_of(where, static):
+            artifact = lowered(compiler.target_of(gpu), where, static)
+            text = artifact.kernel_source
+            facts = {
+                "kernel": compiler.name_of(where, static),
+                "shared": shared_bytes(artifact),
+                "wgmma": "wgmma_" in text,
+                "copies16": "cp_async_gs_conditional<16>" in text,
+                "scalar_gather": bool(re.search(r"= kv\[", text)),
+            }
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+
+
+main()
