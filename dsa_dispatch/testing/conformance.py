@@ -17,6 +17,7 @@ import torch
 from dsa_dispatch._backend import BackendSpec
 from dsa_dispatch._capability import FLOATS, Capability
 from dsa_dispatch._dispatch.device import device_info
+from dsa_dispatch._policy.values import nearest
 from dsa_dispatch._registry import selftest
 from dsa_dispatch._registry.availability import installation_declines, resolve_reference
 from dsa_dispatch._runtime import current
@@ -78,7 +79,7 @@ def conformance_checks(
     ``dsa_dispatch.testing.extent``. Raises ``UnknownBackendError`` when nobody registered that name, ``ConfigError``
     for an unknown type or size.
     """
-    only = frozenset(dtypes)
+    only = frozenset([dtypes] if isinstance(dtypes, str) else dtypes)
     if only - FLOATS or size not in EXTENTS:
         wrong = ", ".join(sorted(only - FLOATS)) or size
         raise ConfigError(
@@ -90,8 +91,10 @@ def conformance_checks(
         failures = current().snapshot.failures
         lost = "".join(f" Plugin {failure.plugin!r} failed: {failure.error}." for failure in failures)
         raise UnknownBackendError(
-            f"conformance: unknown backend {backend!r}; registered: {', '.join(sorted(known))}.{lost} "
-            f"Install its distribution in this environment; `dsa-dispatch doctor` shows tracebacks."
+            f"conformance: unknown backend {backend!r}; registered: {', '.join(sorted(known))}."
+            f"{nearest(backend.replace('-', '_'), known)}{lost} A backend has the name of its BackendSpec, which need "
+            f"not be its distribution's. Install its distribution in this environment; `dsa-dispatch doctor` shows "
+            f"tracebacks."
         )
     return tuple(_checks_of(known[backend].spec, only, size))
 
@@ -207,11 +210,15 @@ class BackendConformance:
 
     @classmethod
     def checks(cls) -> tuple[ConformanceCheck, ...]:
-        """What is checked. A backend that cannot be found is one failing check, not an error of collection."""
+        """What is checked. A backend that cannot be found is one failing check, not an error of collection; so is a
+        plugin that failed beside one that was found, where ``backend`` names none."""
+        found: tuple[ConformanceCheck, ...] = ()
         with contextlib.suppress(DSADispatchError):
-            if checks := cls._found():
-                return checks
-        return (ConformanceCheck(cls.backend or "plugin", "any stage", "any", "is registered", cls._missing),)
+            found = cls._found()
+        if found and (cls.backend or not current().snapshot.failures):
+            return found
+        name = cls.backend or "plugin"
+        return (ConformanceCheck(name, "any stage", "any", "is registered", cls._all_registered), *found)
 
     @classmethod
     def _found(cls) -> tuple[ConformanceCheck, ...]:
@@ -221,12 +228,20 @@ class BackendConformance:
         )
 
     @classmethod
-    def _missing(cls) -> None:
-        cls._found()
+    def _all_registered(cls) -> None:
+        found = cls._found()
         failures = "".join(
-            f"\n{failure.plugin!r} of {failure.distribution} failed at {failure.step}:\n{failure.traceback}"
+            f"\n{failure.plugin!r} of {failure.distribution} failed at {failure.step}: {failure.error}\n"
+            f"{failure.traceback}"
             for failure in current().snapshot.failures
         )
+        if found and not failures:
+            return
+        if found:
+            raise ConformanceError(
+                f"a plugin in this environment was not registered, so it is not checked. To check one backend alone, "
+                f"set `backend` to its name.{failures}"
+            )
         raise ConformanceError(
             f"no backend beside those of {OWN_DISTRIBUTION} is registered: install the plugin into this environment "
             f"(pip install -e .) and see that its entry point is in the group dsa_dispatch.backends.{failures}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,8 +10,15 @@ from conformance import faults
 from typer.testing import CliRunner
 
 from dsa_dispatch._cli import app
+from dsa_dispatch._registry.registry import PluginFailure
 from dsa_dispatch.errors import UnknownBackendError
-from dsa_dispatch.testing import BackendConformance, ConformanceError, FakeBackend, isolated_registry
+from dsa_dispatch.testing import (
+    BackendConformance,
+    ConformanceError,
+    FakeBackend,
+    conformance_checks,
+    isolated_registry,
+)
 
 
 def fake(fault="", **changes):
@@ -84,3 +92,36 @@ def test_a_plugin_that_is_not_installed_is_one_failing_test(named, words):
         (check,) = [check for check in Tests.checks() if check.name == "is registered"]
         with pytest.raises(ConformanceError, match=words):
             check.run()
+
+
+def test_a_plugin_that_failed_beside_one_that_was_found_is_a_failing_test():
+    class Tests(BackendConformance):
+        pass
+
+    class Named(BackendConformance):
+        backend = "candidate"
+
+    broken = PluginFailure(
+        "fastattn", "fast-attn 1.0", "import", "OSError: no driver", "Traceback: no driver"
+    )
+    with isolated_registry(fake().spec, installed=True) as runtime:
+        runtime.update(lambda snapshot: dataclasses.replace(snapshot, failures=(broken,)))
+        (check,) = [check for check in Tests.checks() if check.name == "is registered"]
+        with pytest.raises(ConformanceError, match="was not registered, so it is not checked") as failed:
+            check.run()
+        assert {found.backend for found in Tests.checks()} == {"plugin", "candidate"}
+        assert "is registered" not in {found.name for found in Named.checks()}
+    assert "'fastattn' of fast-attn 1.0 failed at import: OSError: no driver" in str(failed.value)
+
+
+def test_a_hyphen_for_an_underscore_is_answered_with_the_name(registry):
+    done = CliRunner().invoke(app, ["conformance", "torch-dense"])
+    assert "Did you mean 'torch_dense'?" in str(done.exception)
+
+
+def test_one_type_given_as_text_is_that_type():
+    with isolated_registry(fake().spec, installed=True):
+        as_text, as_list = (
+            conformance_checks("candidate", dtypes=given) for given in ("float32", ["float32"])
+        )
+    assert [str(check) for check in as_text] == [str(check) for check in as_list]
