@@ -22,6 +22,7 @@ from dsa_dispatch.testing.sizes import Sizes, admits, within_limits
 
 _TOP: Final = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 """The largest exponent of two that a type holds."""
+_LEAST: Final = {"float16": -14, "bfloat16": -126, "float32": -126, "float64": -1022}
 TIED_KEYS: Final = 2 * 4096 + 100
 """More equal scores than any candidate buffer that published kernels have room for."""
 
@@ -176,14 +177,28 @@ def signed_zeros(subject: Subject, dtype: str) -> None:
         zeros = torch.where(number % 2 == 0, -0.0, 0.0)
         operands = made(subject, dtype, zeros, sizes=sizes, use_relu=False)
         judge(subject, text, operands, exact=True, scores=_same_for_all(operands, 0.0 * number))
-        if dtype != "float16":
-            _underflow(subject, f"{text}, where products underflow", dtype, sizes)
+        _underflow(subject, f"{text}, where products underflow", dtype, sizes)
 
 
 def _underflow(subject: Subject, claim: str, dtype: str, sizes: Sizes) -> None:
-    tiny = 2.0 ** (-540 if dtype == "float64" else -80)
+    """Weights times dots of either sign, too small for the type of the sum; keys of score zero stand between."""
+    total = -1090 if dtype == "float64" else -154
+    dots = 2 * max(total // 4, _LEAST[dtype])
+    weight = max(total - dots, _LEAST[_widest_weights(subject, dtype)])
+    query = (total - weight) // 2
+    key = total - weight - query
+    if min(query, key) < _LEAST[dtype]:
+        return  # No product of these types underflows.
     sign = torch.arange(sizes.keys) % 3 - 1.0
-    operands = made(subject, dtype, tiny * sign.double(), query=tiny, sizes=sizes, use_relu=False)
+    operands = made(
+        subject,
+        dtype,
+        2.0**key * sign.double(),
+        query=2.0**query,
+        weight=2.0**weight,
+        sizes=sizes,
+        use_relu=False,
+    )
     try:
         judge(subject, claim, operands, exact=True, scores=_same_for_all(operands, 0.0 * sign.abs()))
     except ConformanceError as error:
