@@ -79,26 +79,27 @@ def check_form(claim: str, indices: Tensor, length: Tensor, allowed: Tensor, top
         )
     ids, found = indices.to("cpu", torch.int64), length.to("cpu", torch.int64)
     count = allowed.sum(1).clamp(max=topk)
-    if (row := _first(found != count)) is not None:
+    valid = torch.arange(topk) < count[:, None]
+    inside = (ids >= 0) & (ids < keys) & allowed.gather(1, ids.clamp(0, max(keys - 1, 0)))
+    outside, after = valid & ~inside, ((ids != -1) & ~valid).any(1)
+    chosen = torch.zeros(rows, keys + 1, dtype=torch.bool)
+    chosen.scatter_(1, torch.where(valid & inside, ids, keys), torch.tensor(True).expand(ids.shape))
+    chosen = chosen[:, :keys]
+    row = _first((found != count) | after | outside.any(1) | (chosen.sum(1) != count))
+    if row is None:
+        return Choice(ids, count, chosen)
+    if found[row] != count[row]:
         raise ConformanceError(
             f"{claim}: length of row {row} is {int(found[row])}, expected {int(count[row])}"
         )
-    valid = torch.arange(topk) < count[:, None]
-    if (row := _first(((ids != -1) & ~valid).any(1))) is not None:
+    if after[row]:
         raise ConformanceError(
             f"{claim}: row {row} has ids after its {int(count[row])} valid ones, expected -1"
         )
-    inside = (ids >= 0) & (ids < keys) & allowed.gather(1, ids.clamp(0, max(keys - 1, 0)))
-    outside = valid & ~inside
-    if (row := _first(outside.any(1))) is not None:
+    if outside[row].any():
         key = int(ids[row][outside[row]][0])
         raise ConformanceError(f"{claim}: row {row} chose {key}, which is outside its range")
-    chosen = torch.zeros(rows, keys + 1, dtype=torch.bool)
-    chosen.scatter_(1, torch.where(valid, ids, keys), torch.ones((), dtype=torch.bool).expand(ids.shape))
-    chosen = chosen[:, :keys]
-    if (row := _first(chosen.sum(1) != count)) is not None:
-        raise ConformanceError(f"{claim}: row {row} chose a key twice")
-    return Choice(ids, count, chosen)
+    raise ConformanceError(f"{claim}: row {row} chose a key twice")
 
 
 def preferred(scores: Scores, topk: int) -> Tensor:
