@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dsa_dispatch.testing.judge import ConformanceError, DeclinedHere, compare
 from dsa_dispatch.testing.operands import Ids, exact_results, scale_for
 from dsa_dispatch.testing.ran import assert_backend_ran
 from dsa_dispatch.testing.selection import Scores, check_close, check_form
+from dsa_dispatch.testing.stage_run import allowances
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,15 @@ def _run_attention(spec: BackendSpec, stage: Stage, call: CallSpec, device: torc
         found[key_name] = found[key_name][:, 0]
     declared = spec.stages[stage].capability.gradient_error
     wanted = {name: exact[name] for name in names}
-    compare(f"gradients of {call.operation}", found, wanted, call.dtype, gradient_error=declared)
+    given = {**plain, **got}
+    compare(
+        f"gradients of {call.operation}",
+        found,
+        wanted,
+        call.dtype,
+        gradient_error=declared,
+        allowances=partial(allowances, backward, given, ids, host, call.dtype),
+    )
 
 
 def _indexer_inputs(call: CallSpec, device: torch.device) -> Inputs:

@@ -164,7 +164,7 @@ def unneeded(subject: Subject) -> None:
             raise ConformanceError(f"gradients that are not needed: {left_out} was returned, expected None")
         wanted = {name: tensor for name, tensor in operands.exact().items() if name != left_out}
         claim = f"gradients without {left_out}"
-        compare(claim, got, wanted, operands.dtype, gradient_error=operands.gradient_error)
+        judge_results(claim, operands, got, wanted)
 
 
 def accumulates(subject: Subject) -> None:

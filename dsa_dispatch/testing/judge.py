@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import unittest
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -54,12 +55,18 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def error_of(
-    what: str, got: Tensor, wanted: Tensor, dtype: str, slack: float = 0.0, gradient_error: float = 0.0
+    what: str,
+    got: Tensor,
+    wanted: Tensor,
+    dtype: str,
+    gradient_error: float = 0.0,
+    allowance: Tensor | None = None,
 ) -> str:
     """What is wrong with one result; "" when nothing is. Shapes must agree.
 
-    ``slack`` is the error that rounding alone may cause where the scores are large: the limit where it is greater.
-    ``gradient_error`` is what the capability declares.
+    ``gradient_error`` is what the capability declares, of everything. ``allowance``, of the result's shape, is the
+    absolute error of each entry that rounding explains: of what the stage is given and of terms that cancel. It is
+    added to the limit.
     """
     got, wanted = exact(got), exact(wanted)
     if got.shape != wanted.shape:
@@ -67,48 +74,77 @@ def error_of(
     if bool(got.isnan().any()):
         rows = sorted({int(row) for row in got.isnan().nonzero()[:, 0]})
         return f"{what}: NaN in rows {_few(rows)}, where the exact value has none"
-    if not torch.equal(got.isinf(), wanted.isinf()):
-        wrong = (got.isinf() != wanted.isinf()).nonzero()[0].tolist()
-        return f"{what}: {float(got[tuple(wrong)])} at {wrong}, exact {float(wanted[tuple(wrong)])}"
-    finite = wanted.isfinite()
-    difference, wanted = (got - wanted).masked_fill(~finite, 0.0), wanted.masked_fill(~finite, 0.0)
+    # The sign of an infinity counts: exp(score - lse) of an empty row is 0 for one and infinite for the other.
+    infinite = got.isinf() | wanted.isinf()
+    wrong = (infinite & (got != wanted)).nonzero()
+    if len(wrong):
+        entry = wrong[0].tolist()
+        return f"{what}: {float(got[tuple(entry)])} at {entry}, exact {float(wanted[tuple(entry)])}"
+    difference, wanted = (got - wanted).masked_fill(infinite, 0.0), wanted.masked_fill(infinite, 0.0)
+    granted = torch.zeros_like(wanted) if allowance is None else exact(allowance).nan_to_num(0.0, 0.0, 0.0)
     if what == "lse":
-        worst = float(difference.abs().max()) if difference.numel() else 0.0
-        allowed = max(LSE_LIMITS[dtype], slack)
-        return f"lse: off by {worst:.2g}, limit {allowed:g} absolute" if worst > allowed else ""
-    allowed = max(limit_of(what, dtype, gradient_error), slack)
-    norm = float(wanted.norm())
-    entry = _least_entry(what, dtype, allowed)
-    norm = max(norm, entry * math.sqrt(wanted.numel()))
-    relative = float(difference.norm()) / norm if norm else float(difference.norm())
-    if not relative <= allowed:
-        return f"{what}: relative error {relative:.2g} against fp64, limit {allowed:g} for {dtype}"
-    return _row_error(what, difference, wanted, allowed, entry)
+        allowed = granted.clamp(min=LSE_LIMITS[dtype])
+        over = difference.abs() > allowed
+        if not bool(over.any()):
+            return ""
+        worst = float(difference.abs().max())
+        return f"lse: off by {worst:.2g}, limit {float(allowed[over].max()):g} absolute"
+    limits = Limits(limit_of(what, dtype), limit_of(what, dtype, gradient_error), dtype)
+    least = limits.least_entry(what)
+    norm = max(float(wanted.norm()), least * math.sqrt(wanted.numel()))
+    error = float(difference.norm())
+    if not error <= limits.of(norm, float(granted.norm())):
+        extra = limits.granted(norm, float(granted.norm()))
+        relative = error / norm if norm else error
+        return (
+            f"{what}: relative error {relative:.2g} against fp64, limit {limits.total:g} for {dtype}{extra}"
+        )
+    return _row_error(what, difference, wanted, granted, limits)
 
 
-def _least_entry(what: str, dtype: str, allowed: float) -> float:
-    """The entry whose relative limit is the rounding of what cancelled."""
-    if what != "kl" and not what.startswith("d"):
-        return 0.0
-    kind: torch.dtype = getattr(torch, dtype)
-    return CANCELLED * torch.finfo(accumulation_dtype(kind)).eps / allowed
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Relative limits of one result: ``base`` is the contract's, ``total`` the declared one where that is greater."""
+
+    base: float
+    total: float
+    dtype: str
+
+    def of(self, norm: float, granted: float, factor: int = 1) -> float:
+        """Absolute. A declared error is one of everything, so that nothing is granted on top of it."""
+        return max(factor * self.base * norm + granted, factor * self.total * norm)
+
+    def granted(self, norm: float, granted: float) -> str:
+        if not granted or not norm:
+            return ""
+        return f" and {granted / norm:.2g} for the rounding of what it is given and of terms that cancel"
+
+    def least_entry(self, what: str) -> float:
+        """The entry whose relative limit is the rounding of what cancelled."""
+        if what != "kl" and not what.startswith("d"):
+            return 0.0
+        kind: torch.dtype = getattr(torch, self.dtype)
+        return CANCELLED * torch.finfo(accumulation_dtype(kind)).eps / self.total
 
 
-def _row_error(what: str, difference: Tensor, wanted: Tensor, allowed: float, entry: float) -> str:
+def _row_error(what: str, difference: Tensor, wanted: Tensor, granted: Tensor, limits: Limits) -> str:
     if wanted.dim() < 2:
         return ""
     size = wanted.flatten(1).norm(dim=1)
     # A row that is almost zero by cancellation has no relative precision of its own.
-    least = entry * math.sqrt(wanted.numel() / max(len(size), 1))
+    least = limits.least_entry(what) * math.sqrt(wanted.numel() / max(len(size), 1))
     size = size.clamp(min=max(float(size.norm()) / math.sqrt(max(len(size), 1)), least))
-    errors = difference.flatten(1).norm(dim=1) / torch.where(size > 0, size, 1.0)
-    row = int(errors.argmax())
-    if float(errors[row]) <= ROW_FACTOR * allowed:
-        return ""
-    return (
-        f"{what}: relative error {float(errors[row]):.2g} in row {row} against fp64, "
-        f"limit {ROW_FACTOR * allowed:g} for a single row"
-    )
+    errors, extras = difference.flatten(1).norm(dim=1), granted.flatten(1).norm(dim=1)
+    for row in (errors / torch.where(size > 0, size, 1.0)).argsort(descending=True).tolist():
+        norm, extra = float(size[row]), float(extras[row])
+        if float(errors[row]) <= limits.of(norm, extra, ROW_FACTOR):
+            continue
+        relative = float(errors[row]) / norm if norm else float(errors[row])
+        return (
+            f"{what}: relative error {relative:.2g} in row {row} against fp64, "
+            f"limit {ROW_FACTOR * limits.total:g} for a single row{limits.granted(norm, extra)}"
+        )
+    return ""
 
 
 def compare(
@@ -118,22 +154,32 @@ def compare(
     dtype: str,
     faults: Faults | None = None,
     nan_hint: str = "",
-    slack: float = 0.0,
     gradient_error: float = 0.0,
+    allowances: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Raise ``ConformanceError`` with ``claim``, what differs, and the fault that would explain it.
 
-    ``nan_hint`` says where NaN can only have come from.
+    ``nan_hint`` says where NaN can only have come from. ``allowances`` gives that of ``error_of`` for results by name,
+    and is asked only where a result is beyond its limit without one.
     """
-    errors = [error_of(what, got[what], wanted[what], dtype, slack, gradient_error) for what in wanted]
+
+    def errors_against(exact_ones: Mapping[str, Tensor], granted: Mapping[str, Tensor]) -> list[str]:
+        return [
+            error_of(what, got[what], exact_ones[what], dtype, gradient_error, granted.get(what))
+            for what in wanted
+        ]
+
+    errors, granted = errors_against(wanted, {}), {}
+    if any(errors) and allowances is not None:
+        granted = {
+            what: tensor[: len(wanted[what])] for what, tensor in allowances().items() if what in wanted
+        }
+        errors = errors_against(wanted, granted)
     if not any(errors):
         return
     text = "; ".join(error for error in errors if error)
     for fault, results in (faults or {}).items():
-        explained = results()
-        if not any(
-            error_of(what, got[what], explained[what], dtype, slack, gradient_error) for what in wanted
-        ):
+        if not any(errors_against(results(), granted)):
             text += f". This is the answer with {fault}"
             break
     if nan_hint and any(bool(got[what].isnan().any()) for what in wanted):

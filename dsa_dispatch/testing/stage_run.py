@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from dsa_dispatch.testing.judge import Faults, compare, error_of
+from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch._stages import Stage
+from dsa_dispatch.testing import formulas
+from dsa_dispatch.testing.judge import CANCELLED, Faults, compare, error_of
 from dsa_dispatch.testing.operands import Operands, Subject, exact_results
+from dsa_dispatch.testing.sizes import is_grouped
+
+SCORE_ROUNDINGS: Final = 2
+"""Units of rounding of the accumulation type, relative to a score's sum of absolute products: a half each for the
+score, for it in units of log 2, and for the lse in both."""
 
 
 def run_stage(subject: Subject, operands: Operands) -> dict[str, Tensor]:
@@ -22,11 +32,10 @@ def judge_stage(
     operands: Operands,
     faults: Faults | None = None,
     nan_hint: str = "",
-    slack: float = 0.0,
 ) -> None:
     """Run the stage and compare every result with the exact one; ``claim`` begins the text of a failure."""
     got = run_stage(subject, operands)
-    judge_results(claim, operands, got, faults=faults, nan_hint=nan_hint, slack=slack)
+    judge_results(claim, operands, got, faults=faults, nan_hint=nan_hint)
 
 
 def judge_results(
@@ -37,18 +46,142 @@ def judge_results(
     *,
     faults: Faults | None = None,
     nan_hint: str = "",
-    slack: float = 0.0,
 ) -> None:
     """Compare what a stage gave with ``wanted``, by default the exact results of ``operands``.
 
-    ``wanted`` may hold the first rows alone. ``slack`` is what rounded scores may add to a relative error.
+    ``wanted`` may hold the first rows alone. What rounding explains is allowed beside the limits: see ``allowances``.
     """
     wanted = operands.exact() if wanted is None else wanted
     present = {name: tensor for name, tensor in wanted.items() if name in got}
     if "lse" in present and _left_to_its_own_check(operands, got["lse"], present["lse"]):
         del present["lse"]
     hint = _origin_of_nan(operands, got, nan_hint)
-    compare(claim, got, present, operands.dtype, faults, hint, slack, operands.gradient_error)
+
+    def explained() -> dict[str, Tensor]:
+        return allowances(operands.stage, operands.plain, operands.ids, operands.host, operands.dtype)
+
+    compare(claim, got, present, operands.dtype, faults, hint, operands.gradient_error, explained)
+
+
+def allowances(
+    stage: Stage, plain: Mapping[str, Tensor], ids: Tensor, host: Mapping[str, Any], dtype: str
+) -> dict[str, Tensor]:
+    """The absolute error, entry by entry, that rounding alone gives the results of a right stage.
+
+    ``plain``, ``ids`` and ``host`` are those of ``exact_results``. Of a backward, ``plain`` also holds the ``out`` and
+    ``lse`` that the stage is given, rounded: the error of an exact backward that uses them is allowed. Beside it stand
+    the roundings, in the accumulation type, of scores and of terms that may cancel, relative to the terms.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    names = ("q", "k", "v", "w", "mass", "dout", "out", "lse")
+    exact = {name: plain[name].detach().to("cpu", torch.float64) for name in names if name in plain}
+    unit = torch.finfo(accumulation_dtype(kind)).eps
+    if stage == "indexer_target":
+        q, k = exact["q"], exact["k"]
+        _, bound = _scores(q[:, None], k[:, None], ids, host["scale"])
+        mass = formulas.teacher_mass(q, k, ids, host["scale"])
+        return {"mass": mass * _rounding(bound, unit).amax((1, 2))}
+    if stage == "indexer_loss":
+        return _of_loss(exact, ids, host, unit)
+    return _of_attention(stage, exact, ids, host, unit)
+
+
+def _scores(query: Tensor, keys: Tensor, ids: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """``[T, Hkv, heads of each, W]``, with the sums of absolute products; ``query [T, Hkv, heads of each, D]``."""
+    named = formulas.gathered(keys, ids)
+    scores, bound = (
+        scale * torch.einsum("tngd,twnd->tngw", left, right)
+        for left, right in ((query, named), (query.abs(), named.abs()))
+    )
+    return scores, bound
+
+
+def _rounding(bound: Tensor, unit: float) -> Tensor:
+    """Relative error of an exponential of scores with these sums of absolute products, ``[..., 1]``: the row's worst,
+    which its sum takes on."""
+    return unit * (CANCELLED + SCORE_ROUNDINGS * bound.amax(-1, keepdim=True))
+
+
+def _of_attention(
+    stage: Stage, exact: Mapping[str, Tensor], ids: Tensor, host: Mapping[str, Any], unit: float
+) -> dict[str, Tensor]:
+    grouped = is_grouped(stage)
+    q, keys = exact["q"], exact["k"] if grouped else exact["k"][:, None]
+    values = exact["v"] if grouped else keys[..., : host["v_channels"]]
+    rows, heads, _ = q.shape
+    shape = (rows, keys.shape[1], heads // keys.shape[1], -1)
+    query, valid = q.reshape(shape), (ids >= 0)[:, None, None]
+    scores, bound = _scores(query, keys, ids, host["scale"])
+    probability, lse = formulas.softmax_over(scores, valid)
+    rounding = _rounding(bound, unit)
+    named_values = formulas.gathered(values, ids)
+    if stage.endswith("forward"):
+        out = torch.einsum("tngw,twnv->tngv", probability * rounding, named_values.abs())
+        return {
+            "out": out.reshape(rows, heads, -1),
+            "lse": rounding.expand(*lse.shape, 1).reshape(rows, heads),
+        }
+    dout, out, given = exact["dout"].reshape(shape), exact["out"].reshape(shape), exact["lse"].reshape(shape)
+    dp = torch.einsum("tngv,twnv->tngw", dout, named_values)
+    right = host["scale"] * probability * (dp - (probability * dp).sum(-1, keepdim=True))
+    taken = torch.where(valid, (scores - given).exp(), 0.0)
+    dscore = host["scale"] * taken * (dp - (dout * out).sum(-1, keepdim=True))
+    terms = torch.einsum("tngv,twnv->tngw", dout.abs(), named_values.abs())
+    terms = terms + (probability * terms).sum(-1, keepdim=True)
+    roundings = probability * rounding
+    found = (
+        _gradients(ids, query, keys, dout, taken - probability, dscore - right),
+        _gradients(ids, query.abs(), keys.abs(), dout.abs(), roundings, host["scale"] * roundings * terms),
+    )
+    dq, dk, dv = (given_error.abs() + rounded for given_error, rounded in zip(*found, strict=True))
+    if grouped:
+        return {"dq": dq, "dk": dk, "dv": dv}
+    dk[..., : dv.shape[-1]] += dv
+    return {"dq": dq, "dkv": dk[:, 0]}
+
+
+def _gradients(
+    ids: Tensor, query: Tensor, keys: Tensor, dout: Tensor, probability: Tensor, dscore: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value, from the gradient of the scores, which is 0 where a slot is no key."""
+    dq = torch.einsum("tngw,twnd->tngd", dscore, formulas.gathered(keys, ids)).flatten(1, 2)
+    per_key = (
+        torch.einsum("tngw,tngd->twnd", dscore, query),
+        torch.einsum("tngw,tngv->twnv", probability, dout),
+    )
+    dk, dv = (
+        part.new_zeros(len(keys), *part.shape[2:]).index_add_(
+            0, ids.clamp(min=0).flatten(), part.flatten(0, 1)
+        )
+        for part in per_key
+    )
+    return dq, dk, dv
+
+
+def _of_loss(
+    exact: Mapping[str, Tensor], ids: Tensor, host: Mapping[str, Any], unit: float
+) -> dict[str, Tensor]:
+    q, k, w, mass = exact["q"], exact["k"], exact["w"], exact["mass"]
+    valid = ids >= 0
+    named = formulas.gathered(k, ids)
+    dots = torch.einsum("thd,twd->thw", q, named)
+    active = dots.relu() if host["use_relu"] else dots
+    predicted, lse = formulas.softmax_over(formulas.index_scores(q, k, w, ids, host["use_relu"]), valid)
+    target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
+    rounding = _rounding(formulas.index_score_bound(q, k, w, ids), unit)
+    # A gradient of the scores is a difference of these two, and cancels where the prediction is right.
+    slope = rounding * torch.where(valid, predicted * target.sum(-1, keepdim=True) + target, 0.0)
+    inner = slope[:, None] * w.abs()[..., None]
+    if host["use_relu"]:
+        inner = inner * (dots > 0)
+    dk = torch.einsum("thw,thd->twd", inner, q.abs())
+    logs = target * (target.clamp(min=1e-10).log().abs() + 1 + lse.nan_to_num(0.0, 0.0, 0.0).abs()[:, None])
+    return {
+        "kl": (rounding * torch.where(valid, logs, 0.0)).sum(-1),
+        "dq": torch.einsum("thw,twd->thd", inner, named.abs()),
+        "dw": torch.einsum("tw,thw->th", slope, active.abs()),
+        "dk": torch.zeros_like(k).index_add_(0, ids.clamp(min=0).flatten(), dk.flatten(0, 1)),
+    }
 
 
 def lse_faults(operands: Operands) -> Faults:
