@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from dsa_dispatch._capability import Capability, Package, value_errors, version_errors
+from dsa_dispatch._capability import Capability, Package
+from dsa_dispatch._capability_values import value_errors, version_errors
 from dsa_dispatch._stages import STAGES, Stage
 from dsa_dispatch._typed import type_errors
 from dsa_dispatch.errors import PluginError
@@ -65,12 +66,12 @@ class BackendSpec:
                 )
         self._reject_ill_typed()
         for stage, spec in self.stages.items():
-            module, separator, function = spec.function.partition(":")
-            if not (module and separator and function):
-                raise PluginError(
-                    f"backend {self.name!r}, stage {stage}: function must read 'module:function', "
-                    f"got {spec.function!r}"
-                )
+            for label, reference in (("function", spec.function), ("provider", spec.provider)):
+                if reference is not None and not all(reference.partition(":")):
+                    raise PluginError(
+                        f"backend {self.name!r}, stage {stage}: {label} must read 'module:function', "
+                        f"got {reference!r}"
+                    )
         object.__setattr__(self, "stages", MappingProxyType(dict(self.stages)))
 
     def _reject_ill_typed(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
-
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from dsa_dispatch._call import Bounds, CallSpec, ContextParallel, Layout
 from dsa_dispatch._decline import Decline
@@ -38,6 +37,17 @@ class Heads:
         if self.power_of_two and count & (count - 1):
             return False
         return count % self.multiple_of == 0
+
+    def smallest(self) -> int | None:
+        """The smallest count that runs; None where the fields contradict each other."""
+        if self.values is not None:
+            return min(self.values, default=None)
+        if self.power_of_two:
+            counts: Iterator[int] = (1 << bits for bits in range(63))
+        else:
+            first = -(-self.minimum // self.multiple_of) * self.multiple_of
+            counts = iter((first,))
+        return next((count for count in counts if self.runs(count)), None)
 
     def fit(self, count: int) -> int | None:
         """The smallest supported count that holds ``count`` heads; None where there is none."""
@@ -82,6 +92,13 @@ class Channels:
     maximum: int | None = None
     pad: bool = False
 
+    def smallest(self) -> tuple[int, int]:
+        """A small pair of widths that runs."""
+        if self.pairs is not None:
+            qk, v = min(self.pairs)
+            return qk, v or qk
+        return self.multiple_of, min(16, self.multiple_of)
+
     def fit(self, qk: int, v: int | None) -> int | None:
         """The smallest supported query/key width that holds ``qk`` beside exactly ``v`` value channels."""
         if self.pairs is None:
@@ -110,6 +127,11 @@ class IndexWidth:
     maximum: int | None = None
     power_of_two: bool = False
     pad: bool = False
+
+    def smallest(self) -> int | None:
+        """The smallest width above 0 that runs; None where the fields contradict each other."""
+        width = dataclasses.replace(self, pad=True).fit(1)
+        return None if width is None or dataclasses.replace(self, pad=False).fit(width) is None else width
 
     def fit(self, width: int) -> int | None:
         padded = -(-max(width, 1) // self.multiple_of) * self.multiple_of
@@ -228,31 +250,3 @@ class Capability:
     extra_check: Callable[[CallSpec], Decline | None] | None = None
     """A pure rule that the fields above cannot say. Its presence makes the plan cache key on exact sizes."""
     scratch: Callable[[CallSpec], Scratch] = field(default=no_scratch)
-
-
-def value_errors(capability: Capability, where: str) -> Iterator[str]:
-    """What the types cannot say: steps below one, errors that are no fraction, and version ranges that are none."""
-    for name in ("heads", "kv_heads", "channels", "width"):
-        rule = getattr(capability, name)
-        for number in ("multiple_of", "minimum"):
-            if getattr(rule, number, 1) < 1:
-                yield f"{where}, field {name}, field {number}: got {getattr(rule, number)}, expected at least 1"
-    if not 0 <= capability.gradient_error < 1:
-        yield f"{where}, field gradient_error: got {capability.gradient_error}, expected a fraction from 0 to below 1"
-    for package in capability.packages:
-        yield from version_errors(package, where)
-
-
-def version_errors(package: Package, where: str) -> Iterator[str]:
-    if isinstance(package, AnyOf):
-        if not package.alternatives:
-            yield f"{where}: got {package!r}, expected at least one alternative"
-        for alternative in package.alternatives:
-            yield from version_errors(alternative, where)
-        return
-    if not (package.distribution.strip() and package.module.strip()):
-        yield f"{where}: got {package!r}, expected the names of a distribution and of its top-level module"
-    try:
-        SpecifierSet(package.versions)
-    except InvalidSpecifier:
-        yield f"{where}, package {package.distribution}: got version range {package.versions!r}, such as '>=1.2,<2'"

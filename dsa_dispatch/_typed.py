@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import difflib
 import functools
 import types
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ def type_errors(value: Any, where: str) -> Iterator[str]:
         found = getattr(value, name)
         path = f"{where}, field {name}"
         if not _matches(found, annotation):
-            yield f"{path}: got {found!r}, expected {_shown(annotation)}"
+            yield f"{path}: got {found!r}, expected {_shown(annotation)}{_nearest_name(found, annotation)}"
             continue
         entries = found if isinstance(found, tuple) else (found,)
         for entry in entries:
@@ -64,6 +65,20 @@ def _matches_entries(value: tuple[object, ...], arguments: tuple[Any, ...]) -> b
     return len(value) == len(arguments) and all(
         _matches(entry, argument) for entry, argument in zip(value, arguments, strict=True)
     )
+
+
+def _nearest_name(found: object, annotation: Any) -> str:
+    """The known name that a misspelt one, of a set of names or alone, may have meant."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is frozenset and isinstance(found, frozenset):
+        wrong = sorted(
+            entry for entry in found if isinstance(entry, str) and not _matches(entry, arguments[0])
+        )
+        return _nearest_name(wrong[0], arguments[0]) if wrong else ""
+    if get_origin(annotation) is not Literal or not isinstance(found, str):
+        return ""
+    close = difflib.get_close_matches(found, [name for name in arguments if isinstance(name, str)], 1, 0.5)
+    return f". Did you mean {close[0]!r}?" if close else ""
 
 
 def _shown(annotation: Any) -> str:

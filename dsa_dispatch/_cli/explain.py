@@ -15,6 +15,7 @@ from dsa_dispatch._call import DeviceInfo
 from dsa_dispatch._cli.dtypes import dtype_of
 from dsa_dispatch._cli.output import Format, emit
 from dsa_dispatch._dispatch.decision import Decision
+from dsa_dispatch._dispatch.explain import joined
 from dsa_dispatch._operations.public import explain as explain_call
 from dsa_dispatch._policy.config import DSAConfig
 from dsa_dispatch._policy.values import nearest
@@ -108,8 +109,7 @@ def _joined(operation: str, decisions: Sequence[Decision]) -> Decision:
         width=last.call.width,
         needs_grad=first.call.needs_grad | last.call.needs_grad,
     )
-    stages = tuple(stage for decision in decisions for stage in decision.stages)
-    return dataclasses.replace(first, call=call, stages=stages)
+    return joined(decisions, call)
 
 
 def _device(name: str | None, compute_capability: str | None) -> tuple[str, DeviceInfo | None]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._capability import Capability, Heads, IndexWidth
 from dsa_dispatch._decline import Decline, DeclineCode
+from dsa_dispatch._dispatch import rules
 from dsa_dispatch._stages import BACKWARD_STAGES, Stage
-from dsa_dispatch._typed import type_errors
 
 INDEXER_STAGES: frozenset[Stage] = frozenset({"indexer_topk", "indexer_loss"})
 INDEXED_STAGES: frozenset[Stage] = frozenset(
@@ -99,6 +100,18 @@ def legalize(capability: Capability, stage: Stage, call: CallSpec) -> Legalizati
     )
 
 
+def kernel_call(call: CallSpec, stage: Stage, legal: Legalization) -> CallSpec:
+    """The call as the kernel of a stage sees it."""
+    changes: dict[str, Any] = {"width": legal.width[1]}
+    if stage in INDEXER_STAGES:
+        changes |= {"index_heads": legal.heads[1], "index_channels": legal.channels[1]}
+    else:
+        changes |= {"heads": legal.heads[1], "qk_channels": legal.channels[1]}
+    if stage == "indexer_target" and call.teacher_dtype:
+        changes["dtype"] = call.teacher_dtype
+    return dataclasses.replace(call, **changes)
+
+
 def _may_pad_heads(stage: Stage) -> bool:
     # A zero head has a uniform softmax, which would enter the teacher's mass; and a group of query heads cannot grow
     # without its key head.
@@ -119,14 +132,20 @@ def has_width(stage: Stage, call: CallSpec) -> bool:
 
 def declines(capability: Capability, stage: Stage, call: CallSpec, device: DeviceInfo) -> tuple[Decline, ...]:
     """Every reason why this stage cannot serve the call; () when it can. Pure."""
-    return (
+    extra = rules.extra_decline(capability, call)
+    found = (
         *_device_declines(capability, stage, call, device),
         *_shape_declines(capability, stage, call),
         *_layout_declines(capability, stage, call),
         *_promise_declines(capability, stage, call),
         *_limit_declines(capability, stage, call, device),
-        *_extra_decline(capability, call),
+        *((extra,) if extra is not None else ()),
     )
+    if found:
+        return found
+    # Only a call that is accepted so far has a form that the kernel would see.
+    fault = rules.scratch_fault(capability, kernel_call(call, stage, legalize(capability, stage, call)))
+    return (fault.decline,) if fault is not None else ()
 
 
 def _listed(values: Iterable[object]) -> str:
@@ -282,21 +301,3 @@ def _limit_declines(
             f"{device.shared_memory} bytes on {device.name}",
             f"{capability.shared_memory} bytes or more",
         )
-
-
-def _extra_decline(capability: Capability, call: CallSpec) -> Iterator[Decline]:
-    if capability.extra_check is None:
-        return
-    # Somebody else's code: a rule that breaks costs its own backend the call, and nobody else's.
-    try:
-        decline = capability.extra_check(call)
-        well_typed = decline is None or (
-            isinstance(decline, Decline) and not any(type_errors(decline, "Decline"))
-        )
-        fault = "" if well_typed else f"returned {decline!r}"
-    except Exception as error:
-        decline, fault = None, f"{type(error).__name__}: {error}"
-    if fault:
-        yield Decline(DeclineCode.EXTRA_CHECK, "extra_check", fault, "a rule that returns a Decline or None")
-    elif decline is not None:
-        yield decline

@@ -17,7 +17,7 @@ from dsa_dispatch._dispatch import check
 from dsa_dispatch._dispatch.decision import Candidate, Decision, StageDecision
 from dsa_dispatch._dispatch.device import default_budget, device_info
 from dsa_dispatch._dispatch.plan import Excluded, Plan, StagePlan, intern_plan
-from dsa_dispatch._dispatch.plugins import backend_order, observe
+from dsa_dispatch._dispatch.plugins import Order, backend_order, observe
 from dsa_dispatch._policy.policy import Policy
 from dsa_dispatch._registry.availability import Availability, installation_declines, probe
 from dsa_dispatch._registry.registry import Snapshot
@@ -48,9 +48,9 @@ def decide(
 
     ``excluded`` are backends that declined the very call at run time. Without a ``device`` nothing is imported.
     """
-    auto, faults = backend_order(snapshot, call)
-    judge = _Judge(runtime, snapshot, call, policy, device, info, auto, excluded)
-    return Decision(call, info, policy, tuple(judge.stage(stage) for stage in stages), faults)
+    order = backend_order(snapshot, call)
+    judge = _Judge(runtime, snapshot, call, policy, device, info, order, excluded)
+    return Decision(call, info, policy, tuple(judge.stage(stage) for stage in stages), order.faults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class _Judge:
     policy: Policy
     device: torch.device | None
     info: DeviceInfo
-    auto: tuple[str, ...]
+    order: Order
     excluded: Excluded
 
     def stage(self, stage: Stage) -> StageDecision:
         named = named_backends(self.snapshot, self.policy, stage)
-        static = {name: self._declared(stage, name, named) for name in self.auto}
-        auto_choice = next((name for name in self.auto if not static[name]), None)
+        static = {name: self._declared(stage, name, named) for name in self.order.names}
+        auto_choice = next((name for name in self.order.names if not static[name]), None)
         candidates: list[Candidate] = []
         chosen = False
-        for name in dict.fromkeys((*named, *self.auto)):
+        for name in dict.fromkeys((*named, *self.order.names)):
             spec = self.snapshot.backends[name].spec
             reasons = static[name] + tuple(
                 why for where, who, why in self.excluded if (where, who) == (stage, name)
@@ -99,7 +99,7 @@ class _Judge:
             )
             chosen = True
         hint = "" if chosen else _alternative(candidates, self.policy, stage)
-        return StageDecision(stage, tuple(candidates), auto_choice, hint)
+        return StageDecision(stage, tuple(candidates), auto_choice, hint, self.order.policy_plugin)
 
     def _declared(self, stage: Stage, name: str, named: Sequence[str]) -> tuple[Decline, ...]:
         reasons = static_declines(self.snapshot.backends[name].spec, stage, self.call, self.info)
@@ -206,7 +206,7 @@ def _resolved(
     runtime: Runtime, snapshot: Snapshot, decision: Decision, device: torch.device
 ) -> dict[Stage, StagePlan]:
     for fault in decision.faults:
-        if runtime.first_time("policy plugin", fault.partition(":")[0]):
+        if runtime.first_time("policy plugin", fault.partition(" and was passed over")[0]):
             LOGGER.warning("%s (said once)", fault)
     for entry in decision.stages:
         _count_declines(runtime, entry)

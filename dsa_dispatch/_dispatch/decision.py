@@ -62,6 +62,8 @@ class StageDecision:
     auto_choice: str | None
     """Who would be first under ``auto``, judged by declared data alone."""
     hint: str = ""
+    policy_plugin: str = ""
+    """Who ordered the backends; empty where their declared ranks did."""
 
     @property
     def chosen(self) -> Candidate | None:
@@ -99,6 +101,8 @@ class Decision:
             chosen = entry.chosen
             lines.append(f"{entry.stage}: {chosen.backend if chosen else 'NO BACKEND'}")
             lines.extend(f"  - {candidate.line(commands=False)}" for candidate in entry.candidates)
+            if entry.policy_plugin:
+                lines.append(f"  (auto asks in the order of policy plugin {entry.policy_plugin})")
             if chosen and entry.auto_choice not in (None, chosen.backend):
                 lines.append(f"  (auto would ask {entry.auto_choice} first)")
             if entry.hint:
@@ -122,7 +126,12 @@ class Decision:
             for candidate in entry.candidates:
                 outcome = candidate.line(commands=False).partition(": ")[2].replace("|", "\\|")
                 rows.append(f"| {entry.stage} | {candidate.backend} | {outcome} |")
-        rows += [line for command in self.commands() for line in ("", command)]
+        ordered = [
+            f"{entry.stage}: auto asks in the order of policy plugin {entry.policy_plugin}."
+            for entry in self.stages
+            if entry.policy_plugin
+        ]
+        rows += [line for text in (*ordered, *self.commands(), *self.faults) for line in ("", text)]
         rows += ["", "| setting | value | from |", "|---|---|---|"]
         rows += [f"| {setting.name} | {setting.value} | {setting.source} |" for setting in self._settings()]
         return "\n".join(rows)
@@ -143,6 +152,7 @@ class Decision:
                     "backend": entry.chosen.backend if entry.chosen else None,
                     "provider": entry.chosen.provider if entry.chosen else None,
                     "auto_choice": entry.auto_choice,
+                    "policy_plugin": entry.policy_plugin or None,
                     "candidates": [
                         {
                             "backend": candidate.backend,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,9 +28,17 @@ def explain_operation(
     _check_operation(operation)
     with recording() as decisions:
         operations[operation](*args, **kwargs)
-    first = decisions[0]
-    stages = tuple(stage for decision in decisions for stage in decision.stages)
-    return dataclasses.replace(first, call=_widest(decisions), stages=stages)
+    return joined(decisions, _widest(decisions))
+
+
+def joined(decisions: Sequence[Decision], call: CallSpec) -> Decision:
+    """One decision of what an operation decided in turn."""
+    return dataclasses.replace(
+        decisions[0],
+        call=call,
+        stages=tuple(stage for decision in decisions for stage in decision.stages),
+        faults=tuple(dict.fromkeys(fault for decision in decisions for fault in decision.faults)),
+    )
 
 
 def _check_operation(operation: object) -> None:
@@ -92,9 +100,7 @@ def explain_call(call: CallSpec, device: DeviceInfo | None = None, config: objec
         asked = _call_of_group(group, call)
         stages = needed_stages(group, asked)
         decisions.append(decide(runtime, snapshot, asked, policy, real, device, stages))
-    return dataclasses.replace(
-        decisions[0], call=call, stages=tuple(stage for decision in decisions for stage in decision.stages)
-    )
+    return joined(decisions, call)
 
 
 _DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(CallSpec)}

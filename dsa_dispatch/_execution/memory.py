@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dsa_dispatch._call import CallSpec, RowLayout
+from dsa_dispatch._call import RowLayout
 from dsa_dispatch._capability import Scratch
+from dsa_dispatch._dispatch.check import kernel_call
 from dsa_dispatch._dispatch.plan import Plan, StagePlan, plan_by_id
 from dsa_dispatch._execution.notes import add_note
 from dsa_dispatch._stages import Stage
@@ -46,19 +46,6 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         return _bytes(self.fixed)
-
-
-def legalized_call(call: CallSpec, stage: StagePlan) -> CallSpec:
-    """The call as the kernel sees it."""
-    legal = stage.legalization
-    changes: dict[str, Any] = {"width": legal.width[1]}
-    if stage.stage in ("indexer_topk", "indexer_loss"):
-        changes |= {"index_heads": legal.heads[1], "index_channels": legal.channels[1]}
-    else:
-        changes |= {"heads": legal.heads[1], "qk_channels": legal.channels[1]}
-    if stage.stage == "indexer_target" and call.teacher_dtype:
-        changes["dtype"] = call.teacher_dtype
-    return dataclasses.replace(call, **changes)
 
 
 def plan_memory(
@@ -113,7 +100,7 @@ def _plan_memory(
     per_row, whole = list(core), list(fixed)
     for stage in stages:
         try:
-            scratch: Scratch = stage.capability.scratch(legalized_call(call, stage))
+            scratch: Scratch = stage.capability.scratch(kernel_call(call, stage.stage, stage.legalization))
         except Exception as error:
             add_note(error, f"raised by the scratch of backend {stage.backend}, stage {stage.stage}")
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,12 @@ import torch
 
 from dsa_dispatch._backend import API_VERSION, BackendSpec
 from dsa_dispatch._decline import Decline, DeclineCode
+from dsa_dispatch._policy.values import shown
 from dsa_dispatch._registry import selftest
+from dsa_dispatch._registry.faults import raised, traced
 from dsa_dispatch._registry.packages import package_declines
 from dsa_dispatch._stages import Stage
-from dsa_dispatch.errors import BackendDeclined
+from dsa_dispatch.errors import BackendDeclined, PluginError
 
 if TYPE_CHECKING:
     from dsa_dispatch._runtime import Runtime
@@ -63,34 +64,49 @@ def probe(runtime: Runtime, spec: BackendSpec, stage: Stage, device: torch.devic
 
 def _probe(spec: BackendSpec, stage: Stage, device: torch.device) -> Availability:
     # Availability only: whatever somebody else's import raises is a reason, never a crash. Kernels are not guarded so.
+    asked = spec.stages[stage]
+    reference = asked.function
     try:
-        function = resolve_reference(spec.stages[stage].function)
-        named = spec.stages[stage].provider
-        provider = str(resolve_reference(named)()) if named else ""
-    except BackendDeclined as declined:
-        return Availability((declined.decline,), traceback=traceback.format_exc())
-    except Exception as error:
-        return _failed(DeclineCode.IMPORT_FAILED, spec.stages[stage].function, error)
+        function = resolve_reference(reference)
+        if not callable(function):
+            raise PluginError(f"{reference} is a {type(function).__name__}, expected a function")
+        provider = ""
+        if asked.provider is not None:
+            reference = asked.provider
+            provider = _named_provider(reference)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _failed(DeclineCode.IMPORT_FAILED, reference, error)
     if spec.self_test:
         try:
-            selftest.run(function, spec.stages[stage].capability, stage, device)
-        except BackendDeclined as declined:
-            return Availability((declined.decline,), traceback=traceback.format_exc())
-        except Exception as error:
+            selftest.run(function, asked.capability, stage, device)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             return _failed(DeclineCode.SELF_TEST_FAILED, f"{spec.name} {stage} on {device}", error)
     return Availability(function=function, provider=provider)
 
 
-def _failed(code: DeclineCode, field: str, error: Exception) -> Availability:
-    lines = str(error).strip().splitlines() or [""]
+def _named_provider(reference: str) -> str:
+    """What the function that ``StageSpec.provider`` names says of itself."""
+    answer: object = resolve_reference(reference)()
+    if not isinstance(answer, str):
+        raise PluginError(f"{reference} returned {shown(answer)}, expected a text that names what runs")
+    return answer
+
+
+def _failed(code: DeclineCode, field: str, error: BaseException) -> Availability:
+    if isinstance(error, BackendDeclined):
+        return Availability((error.decline,), traceback=traced(error))
     decline = Decline(
         code,
         field,
-        f"{type(error).__name__}: {lines[0]}",
+        raised(error).splitlines()[0],
         "an import and a self-test that pass",
         "`dsa-dispatch doctor` shows the traceback.",
     )
-    return Availability((decline,), traceback="".join(traceback.format_exception(error)))
+    return Availability((decline,), traceback=traced(error))
 
 
 def resolve_reference(reference: str) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ import pluggy
 from dsa_dispatch._backend import BackendSpec
 from dsa_dispatch._policy.values import SPECIAL
 from dsa_dispatch._registry import hooks
+from dsa_dispatch._registry.faults import raised, traced
 from dsa_dispatch.errors import PluginError
 
 
@@ -44,7 +44,8 @@ class Snapshot:
     backends: Mapping[str, Registered] = field(default_factory=lambda: MappingProxyType({}))
     failures: tuple[PluginFailure, ...] = ()
     plugins: pluggy.PluginManager = field(default_factory=lambda: _plugin_manager())
-    plugin_names: tuple[str, ...] = ()
+    distributions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """The names that plugins are registered under, to the distributions that brought them."""
     row_limits: tuple[int, ...] = ()
     key_limits: tuple[int, ...] = ()
     element_limits: tuple[int, ...] = ()
@@ -68,6 +69,19 @@ class Snapshot:
 
     def ranked(self) -> tuple[Registered, ...]:
         return tuple(sorted(self.backends.values(), key=lambda entry: (-entry.spec.rank, entry.spec.name)))
+
+    def distribution_of(self, plugin: object) -> str:
+        """Who brought a plugin."""
+        return self.distributions.get(self.plugins.get_name(plugin) or "", "this process")
+
+    def described(self, plugin: object) -> str:
+        """A plugin and who brought it."""
+        return f"{plugin_title(plugin)} of {self.distribution_of(plugin)}"
+
+    def order_plugins(self) -> tuple[object, ...]:
+        """Policy plugins, in the order they are asked in."""
+        implementations = self.plugins.hook.dsa_dispatch_order.get_hookimpls()
+        return tuple(entry.plugin for entry in reversed(implementations))
 
     def fingerprint(self) -> str:
         """A digest of what decides: names, versions, ranks, capabilities, and policy plugins."""
@@ -171,7 +185,11 @@ def load_plugins(snapshot: Snapshot) -> Snapshot:
 
 
 def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "unknown distribution"
+    unknown = "unknown distribution"
+    try:
+        return (point.dist.name if point.dist is not None else None) or unknown
+    except Exception:  # an entry point outlives its metadata where an uninstallation was cut short
+        return unknown
 
 
 def _load_plugin(snapshot: Snapshot, point: EntryPoint) -> Snapshot:
@@ -180,25 +198,19 @@ def _load_plugin(snapshot: Snapshot, point: EntryPoint) -> Snapshot:
     distribution = _distribution(point)
     origin = f"entry point {point.name!r} of {distribution}"
 
-    def failed(step: str, error: Exception) -> None:
-        failures.append(
-            PluginFailure(
-                point.name,
-                distribution,
-                step,
-                f"{type(error).__name__}: {error}",
-                "".join(traceback.format_exception(error)),
-            )
-        )
+    def failed(step: str, error: BaseException) -> None:
+        failures.append(PluginFailure(point.name, distribution, step, raised(error), traced(error)))
 
     plugin: object = None
+    added = False
     specs: list[BackendSpec] = []
     step = "import"
     # A plugin is somebody else's code: whatever it raises must not cost the user the other backends.
     try:
         plugin = point.load()
         step = "register"
-        manager.register(plugin, name=point.name)
+        name = _register(snapshot, plugin, point, distribution)
+        added = True
         manager.check_pending()
         callers = manager.get_hookcallers(plugin) or []
         if not callers:
@@ -216,14 +228,34 @@ def _load_plugin(snapshot: Snapshot, point: EntryPoint) -> Snapshot:
             )
         for result in results:
             specs.extend(result)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         failed(step, error)
-        if plugin is not None and manager.is_registered(plugin):
+        if added:
             manager.unregister(plugin)
         return replace(snapshot, failures=tuple(failures))
     for spec in specs:
         try:
             snapshot = with_backend(snapshot, spec, origin)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             failed("backend", error)
-    return replace(snapshot, failures=tuple(failures), plugin_names=(*snapshot.plugin_names, point.name))
+    distributions = MappingProxyType({**snapshot.distributions, name: distribution})
+    return replace(snapshot, failures=tuple(failures), distributions=distributions)
+
+
+def _register(snapshot: Snapshot, plugin: object, point: EntryPoint, distribution: str) -> str:
+    """Give the plugin to pluggy; the name it is known by there. Entry points of two distributions may share a name."""
+    manager = snapshot.plugins
+    known = manager.get_name(plugin)
+    if known is not None:
+        raise PluginError(
+            f"{point.value} is already registered, as {known!r} of {snapshot.distribution_of(plugin)}; name a module "
+            f"in one entry point only"
+        )
+    taken = manager.has_plugin(point.name)
+    name = f"{point.name} of {distribution} ({point.value})" if taken else point.name
+    manager.register(plugin, name=name)
+    return name

@@ -33,7 +33,7 @@ from dsa_dispatch._registry.availability import probe, resolve_reference
 from dsa_dispatch._registry.packages import forget_packages
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import STAGES
-from dsa_dispatch.errors import NoBackendError
+from dsa_dispatch.errors import NoBackendError, PluginError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 BOOBY_TRAP = "raise RuntimeError('imported')\n"
@@ -518,12 +518,10 @@ def test_the_reference_passes_its_self_test(registry, stage):
     assert found.function is reference(stage)
 
 
-def test_a_contradictory_capability_is_a_decline_and_not_an_endless_search():
+def test_a_contradictory_capability_is_refused_and_not_an_endless_search():
     capability = Capability(heads=Heads(power_of_two=True, multiple_of=48))
-    backend = FakeBackend("odd", {"attention_forward": capability}, self_test=True)
-    with isolated_registry(backend.spec) as runtime:
-        (decline,) = probe(runtime, backend.spec, "attention_forward", CPU).declines
-    assert decline.got == "SelfTestError: the capability admits no count of heads"
+    with pytest.raises(PluginError, match=r"field heads: got Heads\(.*, which no count satisfies"):
+        FakeBackend("odd", {"attention_forward": capability})
     assert legalize(capability, "attention_forward", dsa_dispatch.CallSpec("")).heads == (1, 1)
 
 

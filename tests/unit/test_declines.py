@@ -19,6 +19,7 @@ from dsa_dispatch import (
     IndexWidth,
 )
 from dsa_dispatch._dispatch.check import declines, largest_operand, legalize
+from dsa_dispatch._policy.values import shown
 from dsa_dispatch._stages import STAGES
 
 CPU = DeviceInfo()
@@ -481,14 +482,15 @@ UNCODED = Decline("LIMIT", "rows", "9", "8")
     [
         (lambda call: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda call: "no", "returned 'no'"),
-        (lambda call: UNCODED, f"returned {UNCODED!r}"),
+        (lambda call: UNCODED, f"returned {shown(UNCODED)}"),
     ],
     ids=["raises", "no decline", "no code"],
 )
 def test_a_broken_rule_declines_for_its_own_backend(rule, got):
     (found,) = declines(Capability(extra_check=rule), "attention_forward", call(), CPU)
-    assert (
-        str(found) == f"EXTRA_CHECK extra_check: got {got}, supports a rule that returns a Decline or None."
+    assert str(found) == (
+        f"EXTRA_CHECK extra_check: got {got}, supports a rule that returns a Decline or None. "
+        f"It is a fault of the backend: `dsa-dispatch doctor` shows it."
     )
 
 

@@ -483,7 +483,7 @@ def test_an_observer_that_raises_is_reported_once_and_hides_nothing_from_the_nex
         run_attention(grad=True)
     assert len(decisions) == 2
     (record,) = caplog.records
-    assert "Broken raised in dsa_dispatch_on_decision" in record.getMessage()
+    assert "Broken of this process raised in dsa_dispatch_on_decision" in record.getMessage()
     assert "disk full" in caplog.text
 
 
