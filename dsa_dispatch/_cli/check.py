@@ -18,6 +18,7 @@ from dsa_dispatch._cli.doctor import available_devices
 from dsa_dispatch._cli.output import emit
 from dsa_dispatch._registry import selftest
 from dsa_dispatch._registry.availability import installation_declines, probe
+from dsa_dispatch._registry.faults import raised
 from dsa_dispatch._registry.registry import Registered
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import Stage
@@ -69,8 +70,10 @@ def judge(entry: Registered, stage: Stage, device: torch.device, dtype: str) -> 
         errors = selftest.measure(
             found.function, entry.spec.stages[stage].capability, stage, device, dtype, large=True
         )
-    except Exception as error:  # the report is the point: one broken stage must not hide the others
-        note = f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the report is the point: one broken stage must not hide the others
+        note = raised(error)
         return Outcome(name, stage, str(device), dtype, "", None, limit, False, note)
     worst = max(errors, key=lambda what: errors[what])
     return Outcome(name, stage, str(device), dtype, worst, errors[worst], limit, errors[worst] <= limit)

@@ -3,9 +3,7 @@ backend."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from typing import Annotated
 
 import torch
@@ -20,7 +18,7 @@ from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.explain import explain_call
 from dsa_dispatch._policy.environment import VARIABLES, reject_unknown_variables
 from dsa_dispatch._registry.availability import installation_declines, probe
-from dsa_dispatch._registry.hooks import ENTRY_POINT_GROUP
+from dsa_dispatch._registry.faults import raised, traced
 from dsa_dispatch._registry.registry import PluginFailure, Registered
 from dsa_dispatch._runtime import Runtime, current
 from dsa_dispatch._stages import Stage
@@ -93,11 +91,6 @@ def hook_failures(runtime: Runtime) -> Iterator[PluginFailure]:
     manager = runtime.snapshot.plugins
     call = CallSpec("run_fused_qk_topk")
     order = tuple(entry.spec.name for entry in runtime.snapshot.ranked())
-    distributions = {
-        point.name: point.dist.name
-        for point in entry_points(group=ENTRY_POINT_GROUP)
-        if point.dist is not None
-    }
     for plugin in manager.get_plugins():
         others = [other for other in manager.get_plugins() if other is not plugin]
         name = manager.get_name(plugin) or repr(plugin)
@@ -109,13 +102,11 @@ def hook_failures(runtime: Runtime) -> Iterator[PluginFailure]:
                 result = manager.subset_hook_caller(hook, others)(**arguments)
                 if hook == "dsa_dispatch_order" and result is not None and sorted(result) != sorted(order):
                     raise PluginError(f"{hook} returned {result!r}, not a permutation of {order!r}")
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 yield PluginFailure(
-                    name,
-                    distributions.get(name, "this process"),
-                    hook,
-                    f"{type(error).__name__}: {error}",
-                    "".join(traceback.format_exception(error)),
+                    name, runtime.snapshot.distribution_of(plugin), hook, raised(error), traced(error)
                 )
 
 

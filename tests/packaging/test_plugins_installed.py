@@ -29,6 +29,13 @@ BROKEN = {
         "raise RuntimeError('no driver on this machine')\n",
         "RuntimeError: no driver on this machine",
     ),
+    "exits-at-import": ("raise SystemExit(3)\n", "SystemExit: 3"),
+    "exits-in-a-hook": (HEAD % "exit(4)", "SystemExit: 4"),
+    "order-skips": (
+        HEAD % GOOD
+        + "\n@hookimpl\ndef dsa_dispatch_order(call, candidates):\n    raise GeneratorExit('skipped')\n",
+        "GeneratorExit: skipped",
+    ),
     "old-interface": (HEAD % "spec(__name__, api_version=99)", "API_MISMATCH api_version: got 99"),
     "takes-a-name": (HEAD % "spec('torch_dense')", "'torch_dense'"),
     "wrong-argument": (
