@@ -40,3 +40,16 @@ OPERATION_GROUPS: Final[Mapping[str, tuple[Group, ...]]] = MappingProxyType(
         "run_fused_gqa_sparse_attention": ("gqa",),
     }
 )
+
+OPERATION_OF: Final[Mapping[Stage, str]] = MappingProxyType(
+    {
+        "indexer_topk": "run_fused_qk_topk",
+        "indexer_target": "run_fused_qk_topk_with_loss",
+        "indexer_loss": "run_fused_qk_topk_with_loss",
+        "attention_forward": "run_fused_absorbed_sparse_attention",
+        "attention_backward": "run_fused_absorbed_sparse_attention",
+        "gqa_forward": "run_fused_gqa_sparse_attention",
+        "gqa_backward": "run_fused_gqa_sparse_attention",
+    }
+)
+"""The operation that asks for a stage."""

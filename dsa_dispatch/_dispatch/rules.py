@@ -13,7 +13,7 @@ from dsa_dispatch._capability import Capability, Scratch, no_scratch
 from dsa_dispatch._decline import Decline, DeclineCode
 from dsa_dispatch._policy.values import shown
 from dsa_dispatch._registry.faults import raised, traced
-from dsa_dispatch._stages import Stage
+from dsa_dispatch._stages import OPERATION_OF, Stage
 from dsa_dispatch._typed import type_errors
 
 
@@ -89,7 +89,7 @@ def _smallest_call(capability: Capability, stage: Stage, device: str) -> CallSpe
     )
     qk, v = capability.channels.smallest()
     return CallSpec(
-        operation=_OPERATION_OF[stage],
+        operation=OPERATION_OF[stage],
         device=device,
         dtype="bfloat16" if "bfloat16" in capability.dtypes else sorted(capability.dtypes)[0],
         width=capability.width.smallest() or 1,
@@ -108,14 +108,3 @@ def _smallest_call(capability: Capability, stage: Stage, device: str) -> CallSpe
         if "none" in capability.context_parallel
         else sorted(capability.context_parallel)[0],
     )
-
-
-_OPERATION_OF: dict[Stage, str] = {
-    "indexer_topk": "run_fused_qk_topk",
-    "indexer_target": "run_fused_qk_topk_with_loss",
-    "indexer_loss": "run_fused_qk_topk_with_loss",
-    "attention_forward": "run_fused_absorbed_sparse_attention",
-    "attention_backward": "run_fused_absorbed_sparse_attention",
-    "gqa_forward": "run_fused_gqa_sparse_attention",
-    "gqa_backward": "run_fused_gqa_sparse_attention",
-}

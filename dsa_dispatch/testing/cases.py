@@ -15,7 +15,7 @@ from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._capability import FLOATS, Capability, Heads
 from dsa_dispatch._decline import DeclineCode
 from dsa_dispatch._dispatch.check import INDEXED_STAGES, INDEXER_STAGES, largest_operand
-from dsa_dispatch._stages import BACKWARD_STAGES, Stage
+from dsa_dispatch._stages import BACKWARD_STAGES, OPERATION_OF, Stage
 from dsa_dispatch.testing.extent import FULL, Extent
 from dsa_dispatch.testing.sizes import (
     Sizes,
@@ -45,17 +45,6 @@ class Declined:
     call: CallSpec
     device: DeviceInfo
     code: DeclineCode
-
-
-OPERATION_OF: dict[Stage, str] = {
-    "indexer_topk": "run_fused_qk_topk",
-    "indexer_target": "run_fused_qk_topk_with_loss",
-    "indexer_loss": "run_fused_qk_topk_with_loss",
-    "attention_forward": "run_fused_absorbed_sparse_attention",
-    "attention_backward": "run_fused_absorbed_sparse_attention",
-    "gqa_forward": "run_fused_gqa_sparse_attention",
-    "gqa_backward": "run_fused_gqa_sparse_attention",
-}
 
 
 def base_call(capability: Capability, stage: Stage, device: str, extent: Extent = FULL) -> CallSpec:
