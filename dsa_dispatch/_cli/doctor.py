@@ -16,6 +16,7 @@ from dsa_dispatch._call import CallSpec
 from dsa_dispatch._decline import DeclineCode
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.explain import explain_call
+from dsa_dispatch._dispatch.rules import rule_faults
 from dsa_dispatch._policy.environment import VARIABLES, reject_unknown_variables
 from dsa_dispatch._registry.availability import installation_declines, probe
 from dsa_dispatch._registry.faults import raised, traced
@@ -35,7 +36,8 @@ def doctor(
     tracebacks: Annotated[bool, typer.Option(help="Show the tracebacks of failures.")] = True,
 ) -> None:
     """Import and self-test every stage of every backend on every device; report plugins that failed to load, and hooks
-    that fail on a sample call. Exit status 1 when a plugin cannot be used."""
+    that fail on a sample call. Exit status 1 when a plugin or an installed backend is broken; a missing package,
+    another device or an unsupported version is no fault."""
     console = Console(soft_wrap=True)
     runtime = current()
     reject_unknown_variables()
@@ -57,12 +59,14 @@ def doctor(
     details: list[str] = []
     mismatches: list[str] = []
     missing: list[str] = []
+    broken = False
     for entry in runtime.snapshot.ranked():
         for stage, spec in entry.spec.stages.items():
             for device in available_devices():
                 state, detail = _state(entry, stage, device, spec.capability.devices)
                 table.add_row(entry.spec.name, stage, str(device), escape(state))
                 if detail:
+                    broken = True
                     details.append(f"{entry.spec.name} {stage} on {device}, {entry.origin}:\n{detail}")
         missing += _missing(entry)
         mismatch = _api_mismatch(entry)
@@ -81,7 +85,7 @@ def doctor(
         capability = f", compute capability {info.compute_capability}" if info.compute_capability else ""
         console.print(f"{device}: {info.name}{capability}, {info.total_memory / 2**30:.1f} GiB", markup=False)
     console.print(f"torch {torch.__version__}; environment variables read: {', '.join(VARIABLES)}")
-    if failures or mismatches:
+    if failures or mismatches or broken:
         raise typer.Exit(1)
 
 
@@ -137,4 +141,9 @@ def _state(
     found = probe(runtime, spec, stage, device)
     if found.declines:
         return "; ".join(str(decline) for decline in found.declines), found.traceback
+    faults = rule_faults(spec.stages[stage].capability, stage, device.type)
+    if faults:
+        return "; ".join(str(fault.decline) for fault in faults), "\n".join(
+            fault.traceback for fault in faults
+        )
     return f"ready{' (' + found.provider + ')' if found.provider else ''}", ""

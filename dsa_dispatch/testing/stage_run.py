@@ -165,7 +165,6 @@ def _of_loss(
     valid = ids >= 0
     named = formulas.gathered(k, ids)
     dots = torch.einsum("thd,twd->thw", q, named)
-    active = dots.relu() if host["use_relu"] else dots
     predicted, lse = formulas.softmax_over(formulas.index_scores(q, k, w, ids, host["use_relu"]), valid)
     target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
     rounding = _rounding(formulas.index_score_bound(q, k, w, ids), unit)
@@ -179,7 +178,7 @@ def _of_loss(
     return {
         "kl": (rounding * torch.where(valid, logs, 0.0)).sum(-1),
         "dq": torch.einsum("thw,twd->thd", inner, named.abs()),
-        "dw": torch.einsum("tw,thw->th", slope, active.abs()),
+        "dw": torch.einsum("tw,thw->th", slope, torch.einsum("thd,twd->thw", q.abs(), named.abs())),
         "dk": torch.zeros_like(k).index_add_(0, ids.clamp(min=0).flatten(), dk.flatten(0, 1)),
     }
 

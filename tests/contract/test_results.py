@@ -155,11 +155,23 @@ def test_a_budget_below_a_row_of_the_backward_is_refused_in_the_forward():
             attend(*operands())
 
 
-def test_an_exception_of_a_scratch_names_its_backend():
+def test_an_exception_of_a_scratch_for_these_lengths_names_its_backend():
     def broken(call):
-        raise ZeroDivisionError("no rows")
+        if call.rows > 1:
+            raise ZeroDivisionError("many rows")
+        return dsa.Scratch()
 
     fake = FakeBackend("broken", ("attention_forward",), scratch=broken)
     with isolated_registry(fake.spec), pytest.raises(ZeroDivisionError) as caught, torch.no_grad():
         attend(*operands())
     assert caught.value.__notes__ == ["raised by the scratch of backend broken, stage attention_forward"]
+
+
+def test_a_scratch_that_always_raises_is_a_decline_and_the_next_backend_runs():
+    def broken(call):
+        raise ZeroDivisionError("no table")
+
+    fake = FakeBackend("broken", ("attention_forward",), scratch=broken)
+    with isolated_registry(fake.spec, installed=True), dsa.use_backend("broken"), torch.no_grad():
+        attend(*operands())
+        assert dict(dsa.stats().ran("attention_forward")) == {"torch_dense": 1}

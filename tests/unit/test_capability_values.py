@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from dsa_dispatch import BackendSpec, Capability, Channels, Heads, IndexWidth, StageSpec
+from dsa_dispatch._cli import app
 from dsa_dispatch.errors import PluginError
+from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 
 def register(**declared):
@@ -43,3 +46,13 @@ def test_the_default_declaration_is_accepted():
 def test_what_makes_no_sense_is_refused_with_its_name_and_what_is_possible(declared, words):
     with pytest.raises(PluginError, match=words):
         register(**declared)
+
+
+def test_doctor_shows_a_rule_that_raises_with_its_traceback_and_ends_with_1():
+    backend = FakeBackend("mine", ["attention_forward"], extra_check=lambda call: 1 / 0)
+    with isolated_registry(backend.spec):
+        done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "ready" not in done.output
+    assert "Traceback (most recent call last)" in done.output
+    assert "ZeroDivisionError: division by zero" in done.output
