@@ -181,6 +181,67 @@ def test_a_reference_to_nothing_is_an_import_that_failed(function):
     assert text.startswith(f"IMPORT_FAILED {function}: got ")
 
 
+class Ended(BaseException):
+    """As a test framework's skip, no ``Exception``."""
+
+
+ENDS = {
+    "exit": ("raise SystemExit('no licence')", "SystemExit: no licence"),
+    "generator": ("raise GeneratorExit", "GeneratorExit"),
+    "skip": ("import pytest\npytest.skip('not here', allow_module_level=True)", "Skipped: not here"),
+    "no text": (
+        "class Odd(BaseException):\n    def __str__(self): return 1 / 0\nraise Odd",
+        "Odd: (its text cannot be shown)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_an_import_that_would_end_the_process_is_a_decline(case, tmp_path, monkeypatch):
+    source, got = ENDS[case]
+    (tmp_path / "trapped_kernels.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    (text,) = declined(needing())
+    assert text.startswith(f"IMPORT_FAILED trapped_kernels:f: got {got}, supports an import and a self-test")
+    with isolated_registry(needing(), FakeBackend("fake").spec) as runtime:
+        assert chosen() == "fake"
+        assert "trapped_kernels.py" in probe(runtime, needing(), "attention_forward", CPU).traceback
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), Ended("not here")])
+def test_a_self_test_that_would_end_the_process_is_a_decline_and_a_call_that_does_is_not_caught(error):
+    tested = FakeBackend("tested", ("attention_forward",), rank=1, raises=error, self_test=True)
+    with isolated_registry(tested.spec, FakeBackend("fake").spec) as runtime:
+        assert chosen() == "fake"
+        (decline,) = probe(runtime, tested.spec, "attention_forward", CPU).declines
+    assert decline.code is DeclineCode.SELF_TEST_FAILED
+    assert decline.got.startswith(type(error).__name__)
+    trusted = FakeBackend("trusted", ("attention_forward",), rank=1, raises=error)
+    with isolated_registry(trusted.spec, FakeBackend("fake").spec), pytest.raises(type(error)) as caught:
+        run_attention()
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(("answer", "got"), [(None, "None"), (3, "3"), (b"1.0", "b'1.0'")])
+def test_a_provider_that_returns_no_text_is_a_decline(monkeypatch, answer, got):
+    provider = "provider_of_tests:name"
+    module = ModuleType("provider_of_tests")
+    module.name = lambda: answer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fake = FakeBackend("fake", ("attention_forward",)).spec
+    stages = {stage: dataclasses.replace(spec, provider=provider) for stage, spec in fake.stages.items()}
+    (text,) = declined(dataclasses.replace(fake, stages=stages))
+    assert text.startswith(
+        f"IMPORT_FAILED {provider}: got PluginError: {provider} returned {got}, expected a text that names what runs,"
+    )
+
+
+def test_a_reference_to_what_is_no_function_is_a_decline():
+    (text,) = declined(needing(function="math:pi"))
+    assert text.startswith("IMPORT_FAILED math:pi: got PluginError: math:pi is a float, expected a function,")
+
+
 def test_a_failing_provider_name_is_a_decline():
     fake = FakeBackend("fake").spec
     broken = {
