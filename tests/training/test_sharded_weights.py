@@ -69,15 +69,18 @@ def test_every_parameter_is_read_after_the_gather_hook_of_its_own_module_and_onc
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def sharded_step(rank, port, failures):
+def sharded_step(rank, port, outcomes):
     try:
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
         )  # fmt: skip
         with isolated_registry(installed=True):
             compare_with_unsharded(rank)
+        # Neither rank may close its connections while the other still uses them.
+        dist.barrier()
+        outcomes.put((rank, "equal"))
     except BaseException as error:
-        failures.put(f"rank {rank}: {error!r}")
+        outcomes.put((rank, repr(error)))
         raise
     finally:
         if dist.is_initialized():
@@ -106,13 +109,16 @@ def test_fully_sharded_modules_on_two_ranks_give_the_gradients_of_unsharded_ones
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
-    failures = context.SimpleQueue()
-    processes = [context.Process(target=sharded_step, args=(rank, port, failures)) for rank in range(2)]
+    outcomes = context.SimpleQueue()
+    processes = [context.Process(target=sharded_step, args=(rank, port, outcomes)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout=120)
         if process.is_alive():
             process.kill()
-    assert failures.empty(), failures.get()
-    assert [process.exitcode for process in processes] == [0, 0]
+    found = []
+    while not outcomes.empty():
+        found.append(outcomes.get())
+    # What the ranks found, not their exit status: gloo's threads abort a process now and then as it is torn down.
+    assert sorted(found) == [(0, "equal"), (1, "equal")]
