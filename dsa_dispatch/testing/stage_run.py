@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -60,7 +60,8 @@ def judge_results(
     def explained() -> dict[str, Tensor]:
         return allowances(operands.stage, operands.plain, operands.ids, operands.host, operands.dtype)
 
-    compare(claim, got, present, operands.dtype, faults, hint, operands.gradient_error, explained)
+    named = {**(faults or {}), **delta_faults(operands)}
+    compare(claim, got, present, operands.dtype, named, hint, operands.gradient_error, explained)
 
 
 def allowances(
@@ -121,41 +122,59 @@ def _of_attention(
             "out": out.reshape(rows, heads, -1),
             "lse": rounding.expand(*lse.shape, 1).reshape(rows, heads),
         }
-    dout, out, given = exact["dout"].reshape(shape), exact["out"].reshape(shape), exact["lse"].reshape(shape)
-    dp = torch.einsum("tngv,twnv->tngw", dout, named_values)
-    right = host["scale"] * probability * (dp - (probability * dp).sum(-1, keepdim=True))
-    taken = torch.where(valid, (scores - given).exp(), 0.0)
-    dscore = host["scale"] * taken * (dp - (dout * out).sum(-1, keepdim=True))
+    dout = exact["dout"].reshape(shape)
     terms = torch.einsum("tngv,twnv->tngw", dout.abs(), named_values.abs())
     terms = terms + (probability * terms).sum(-1, keepdim=True)
     roundings = probability * rounding
-    found = (
-        _gradients(ids, query, keys, dout, taken - probability, dscore - right),
-        _gradients(ids, query.abs(), keys.abs(), dout.abs(), roundings, host["scale"] * roundings * terms),
+    inexact = _gradients(
+        stage, ids, query.abs(), keys.abs(), dout.abs(), roundings, host["scale"] * roundings * terms
     )
-    dq, dk, dv = (given_error.abs() + rounded for given_error, rounded in zip(*found, strict=True))
-    if grouped:
-        return {"dq": dq, "dk": dk, "dv": dv}
-    dk[..., : dv.shape[-1]] += dv
-    return {"dq": dq, "dkv": dk[:, 0]}
+    given = _backward_with(stage, exact, ids, host, (exact["dout"] * exact["out"]).sum(-1))
+    right = exact_results(stage, exact, ids, host)
+    return {name: (given[name] - right[name]).abs() + inexact[name] for name in right}
+
+
+def _backward_with(
+    stage: Stage, exact: Mapping[str, Tensor], ids: Tensor, host: Mapping[str, Any], delta: Tensor
+) -> dict[str, Tensor]:
+    """The gradients of a backward in fp64 that uses the lse it is given, and this ``delta [T, H]``, which should be the
+    sum of ``dout * out`` over channels."""
+    grouped = is_grouped(stage)
+    keys = exact["k"] if grouped else exact["k"][:, None]
+    values = exact["v"] if grouped else keys[..., : host["v_channels"]]
+    rows, heads, _ = exact["q"].shape
+    shape = (rows, keys.shape[1], heads // keys.shape[1], -1)
+    query, dout, lse = (exact[name].reshape(shape) for name in ("q", "dout", "lse"))
+    scores, _ = _scores(query, keys, ids, host["scale"])
+    probability = torch.where((ids >= 0)[:, None, None], (scores - lse).exp(), 0.0)
+    dp = torch.einsum("tngv,twnv->tngw", dout, formulas.gathered(values, ids))
+    dscore = host["scale"] * probability * (dp - delta.reshape(shape))
+    return _gradients(stage, ids, query, keys, dout, probability, dscore)
 
 
 def _gradients(
-    ids: Tensor, query: Tensor, keys: Tensor, dout: Tensor, probability: Tensor, dscore: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value, from the gradient of the scores, which is 0 where a slot is no key."""
+    stage: Stage,
+    ids: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    dout: Tensor,
+    probability: Tensor,
+    dscore: Tensor,
+) -> dict[str, Tensor]:
+    """By name, from the gradient of the scores, which is 0 where a slot is no key."""
     dq = torch.einsum("tngw,twnd->tngd", dscore, formulas.gathered(keys, ids)).flatten(1, 2)
-    per_key = (
-        torch.einsum("tngw,tngd->twnd", dscore, query),
-        torch.einsum("tngw,tngv->twnv", probability, dout),
-    )
+    slots = ids.clamp(min=0).flatten()
     dk, dv = (
-        part.new_zeros(len(keys), *part.shape[2:]).index_add_(
-            0, ids.clamp(min=0).flatten(), part.flatten(0, 1)
+        part.new_zeros(len(keys), *part.shape[2:]).index_add_(0, slots, part.flatten(0, 1))
+        for part in (
+            torch.einsum("tngw,tngd->twnd", dscore, query),
+            torch.einsum("tngw,tngv->twnv", probability, dout),
         )
-        for part in per_key
     )
-    return dq, dk, dv
+    if is_grouped(stage):
+        return {"dq": dq, "dk": dk, "dv": dv}
+    dk[..., : dv.shape[-1]] += dv
+    return {"dq": dq, "dkv": dk[:, 0]}
 
 
 def _of_loss(
@@ -194,6 +213,22 @@ def lse_faults(operands: Operands) -> Faults:
         return {"lse": exact_results(operands.stage, operands.plain, operands.ids, host)["lse"]}
 
     return {"a logarithm of base 2": base_two, "the scale left out": unscaled}
+
+
+def delta_faults(operands: Operands) -> Faults:
+    """What backwards give that use another delta than the sum of ``dout * out`` over channels."""
+    if not operands.stage.endswith("backward"):
+        return {}
+
+    def with_delta(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        plain = {name: tensor.to("cpu", torch.float64) for name, tensor in operands.plain.items()}
+        delta = change((plain["dout"] * plain["out"]).sum(-1))
+        return _backward_with(operands.stage, plain, operands.ids, operands.host, delta)
+
+    return {
+        "delta (the sum of dout * out) left out": lambda: with_delta(torch.zeros_like),
+        "delta (the sum of dout * out) of the row before": lambda: with_delta(lambda delta: delta.roll(1, 0)),
+    }
 
 
 def _left_to_its_own_check(operands: Operands, got: Tensor, wanted: Tensor) -> bool:
