@@ -12,13 +12,16 @@ from torch import Tensor
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.testing import formulas
-from dsa_dispatch.testing.judge import CANCELLED, Faults, compare, error_of
+from dsa_dispatch.testing.judge import Faults, compare, error_of
 from dsa_dispatch.testing.operands import Operands, Subject, exact_results
 from dsa_dispatch.testing.sizes import is_grouped
 
 SCORE_ROUNDINGS: Final = 2
 """Units of rounding of the accumulation type, relative to a score's sum of absolute products: a half each for the
 score, for it in units of log 2, and for the lse in both."""
+SUM_ROUNDINGS: Final = 4
+"""The same relative to the absolute terms of a sum that may cancel: products, sums and differences round a few times
+each, and not all to one side."""
 
 
 def run_stage(subject: Subject, operands: Operands) -> dict[str, Tensor]:
@@ -81,7 +84,7 @@ def allowances(
         q, k = exact["q"], exact["k"]
         _, bound = _scores(q[:, None], k[:, None], ids, host["scale"])
         mass = formulas.teacher_mass(q, k, ids, host["scale"])
-        return {"mass": mass * _rounding(bound, unit).amax((1, 2))}
+        return {"mass": mass * (_of_scores(bound, unit) + unit * SUM_ROUNDINGS).amax((1, 2))}
     if stage == "indexer_loss":
         return _of_loss(exact, ids, host, unit)
     return _of_attention(stage, exact, ids, host, unit)
@@ -97,10 +100,15 @@ def _scores(query: Tensor, keys: Tensor, ids: Tensor, scale: float) -> tuple[Ten
     return scores, bound
 
 
-def _rounding(bound: Tensor, unit: float) -> Tensor:
+def _of_scores(bound: Tensor, unit: float) -> Tensor:
     """Relative error of an exponential of scores with these sums of absolute products, ``[..., 1]``: the row's worst,
     which its sum takes on."""
-    return unit * (CANCELLED + SCORE_ROUNDINGS * bound.amax(-1, keepdim=True))
+    return unit * SCORE_ROUNDINGS * bound.amax(-1, keepdim=True)
+
+
+def _and_mean(values: Tensor, probability: Tensor) -> Tensor:
+    """Each value, and the row's mean that is taken off it."""
+    return values + (probability * values).sum(-1, keepdim=True)
 
 
 def _of_attention(
@@ -114,7 +122,7 @@ def _of_attention(
     query, valid = q.reshape(shape), (ids >= 0)[:, None, None]
     scores, bound = _scores(query, keys, ids, host["scale"])
     probability, lse = formulas.softmax_over(scores, valid)
-    rounding = _rounding(bound, unit)
+    rounding = _of_scores(bound, unit) + unit * SUM_ROUNDINGS
     named_values = formulas.gathered(values, ids)
     if stage.endswith("forward"):
         out = torch.einsum("tngw,twnv->tngv", probability * rounding, named_values.abs())
@@ -123,11 +131,14 @@ def _of_attention(
             "lse": rounding.expand(*lse.shape, 1).reshape(rows, heads),
         }
     dout = exact["dout"].reshape(shape)
-    terms = torch.einsum("tngv,twnv->tngw", dout.abs(), named_values.abs())
-    terms = terms + (probability * terms).sum(-1, keepdim=True)
-    roundings = probability * rounding
+    dp = torch.einsum("tngv,twnv->tngw", dout, named_values)
+    spread = _and_mean((dp - (probability * dp).sum(-1, keepdim=True)).abs(), probability)
+    terms = _and_mean(torch.einsum("tngv,twnv->tngw", dout.abs(), named_values.abs()), probability)
+    # An error of a probability is multiplied with what is left of dP - delta, one of a sum with its terms.
+    of_score, of_sum = _of_scores(bound, unit), unit * SUM_ROUNDINGS
+    dscore = host["scale"] * probability * (of_score * spread + of_sum * terms)
     inexact = _gradients(
-        stage, ids, query.abs(), keys.abs(), dout.abs(), roundings, host["scale"] * roundings * terms
+        stage, ids, query.abs(), keys.abs(), dout.abs(), probability * (of_score + of_sum), dscore
     )
     given = _backward_with(stage, exact, ids, host, (exact["dout"] * exact["out"]).sum(-1))
     right = exact_results(stage, exact, ids, host)
@@ -186,16 +197,17 @@ def _of_loss(
     dots = torch.einsum("thd,twd->thw", q, named)
     predicted, lse = formulas.softmax_over(formulas.index_scores(q, k, w, ids, host["use_relu"]), valid)
     target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-10)
-    rounding = _rounding(formulas.index_score_bound(q, k, w, ids), unit)
+    of_score = _of_scores(formulas.index_score_bound(q, k, w, ids), unit)
     # A gradient of the scores is a difference of these two, and cancels where the prediction is right.
-    slope = rounding * torch.where(valid, predicted * target.sum(-1, keepdim=True) + target, 0.0)
+    predicted = torch.where(valid, predicted * target.sum(-1, keepdim=True), 0.0)
+    slope = of_score * predicted + unit * SUM_ROUNDINGS * (predicted + target)
     inner = slope[:, None] * w.abs()[..., None]
     if host["use_relu"]:
         inner = inner * (dots > 0)
     dk = torch.einsum("thw,thd->twd", inner, q.abs())
     logs = target * (target.clamp(min=1e-10).log().abs() + 1 + lse.nan_to_num(0.0, 0.0, 0.0).abs()[:, None])
     return {
-        "kl": (rounding * torch.where(valid, logs, 0.0)).sum(-1),
+        "kl": ((of_score + unit * SUM_ROUNDINGS) * torch.where(valid, logs, 0.0)).sum(-1),
         "dq": torch.einsum("thw,twd->thd", inner, named.abs()),
         "dw": torch.einsum("tw,thw->th", slope, torch.einsum("thd,twd->thw", q.abs(), named.abs())),
         "dk": torch.zeros_like(k).index_add_(0, ids.clamp(min=0).flatten(), dk.flatten(0, 1)),
