@@ -22,6 +22,7 @@ from dsa_dispatch._cli import (
     pages,
     run,
 )
+from dsa_dispatch._cli.output import results_apart
 from dsa_dispatch.errors import DSADispatchError
 
 app = typer.Typer(
@@ -31,16 +32,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="DeepSeek Sparse Attention through whichever kernel can run it.",
 )
-app.command("run")(run.run)
-app.command("check")(check.check)
-app.command("matrix")(matrix.matrix)
-app.command("explain")(explain.explain)
-app.command("bench")(bench.bench)
-app.command("list")(listing.list_)
-app.command("conformance")(conformance.conformance)
-app.command("doctor")(doctor.doctor)
-app.command("pages")(pages.write_pages)
-app.command("fingerprint")(fingerprint.fingerprint)
+app.command("run")(results_apart(run.run))
+app.command("check")(results_apart(check.check))
+app.command("matrix")(results_apart(matrix.matrix))
+app.command("explain")(results_apart(explain.explain))
+app.command("bench")(results_apart(bench.bench))
+app.command("list")(results_apart(listing.list_))
+app.command("conformance")(results_apart(conformance.conformance))
+app.command("doctor")(results_apart(doctor.doctor))
+app.command("pages")(results_apart(pages.write_pages))
+app.command("fingerprint")(results_apart(fingerprint.fingerprint))
 
 
 def main() -> None:

@@ -10,12 +10,11 @@ from typing import Annotated, Final
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
 from dsa_dispatch._cli.doctor import available_devices
-from dsa_dispatch._cli.output import emit
+from dsa_dispatch._cli.output import emit, progress_console
 from dsa_dispatch._registry import selftest
 from dsa_dispatch._registry.availability import installation_declines, probe
 from dsa_dispatch._registry.faults import raised
@@ -89,7 +88,7 @@ def check(
         raise UnknownBackendError(
             f"check: unknown backend {backend!r}; registered: {', '.join(sorted(known))}"
         )
-    console = Console(stderr=json_)
+    console = progress_console(json_)
     work = list(outcomes(backend))
     results = [judge(*case) for case in track(work, "checking", console=console, transient=True)]
     if json_:

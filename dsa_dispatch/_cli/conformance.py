@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
-from dsa_dispatch._cli.output import emit
+from dsa_dispatch._cli.output import emit, progress_console
 from dsa_dispatch.testing import ConformanceCheck, ConformanceError, conformance_checks
 from dsa_dispatch.testing.extent import Size
 from dsa_dispatch.testing.judge import DeclinedHere, NotHere
@@ -68,7 +68,7 @@ def conformance(
     checks = [check for check in every if stage in (None, check.stage)]
     if not checks:
         raise typer.BadParameter(f"{name} does not provide {stage}", param_hint="--stage")
-    console = Console(stderr=json_, soft_wrap=True)
+    console = progress_console(json_, soft_wrap=True)
     outcomes = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from dsa_dispatch._call import CallSpec
+from dsa_dispatch._cli.output import results_console
 from dsa_dispatch._decline import DeclineCode
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.explain import explain_call
@@ -38,7 +38,7 @@ def doctor(
     """Import and self-test every stage of every backend on every device; report plugins that failed to load, and hooks
     that fail on a sample call. Exit status 1 when a plugin or an installed backend is broken; a missing package,
     another device or an unsupported version is no fault."""
-    console = Console(soft_wrap=True)
+    console = results_console(soft_wrap=True)
     runtime = current()
     reject_unknown_variables()
     failures = (*runtime.snapshot.failures, *hook_failures(runtime))

@@ -7,11 +7,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from dsa_dispatch._cli.output import emit
+from dsa_dispatch._cli.output import emit, results_console
 from dsa_dispatch._registry.control import list_backends
 from dsa_dispatch._run_config import preset_names
 
@@ -35,7 +34,7 @@ def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable."
     for info in backends:
         state = "yes" if info.installed else "no"
         table.add_row(info.name, str(info.rank), state, ", ".join(info.stages), escape(info.origin))
-    console = Console()
+    console = results_console()
     console.print(table)
     for info in backends:
         for line in [

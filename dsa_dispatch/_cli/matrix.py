@@ -34,7 +34,7 @@ def matrix(
         if not holds(check, PAGE + table.to_markdown()):
             typer.echo(f"{check} is stale: run `make docs`", err=True)
             raise typer.Exit(1)
-        typer.echo(f"{check} is up to date")
+        emit(f"{check} is up to date")
         return
     text = {
         Format.text: table.to_text,

@@ -11,7 +11,7 @@ import typer
 from dsa_dispatch._call import DeviceInfo
 from dsa_dispatch._capability import AnyOf, Package
 from dsa_dispatch._cli.matrix import PAGE
-from dsa_dispatch._cli.output import holds
+from dsa_dispatch._cli.output import emit, holds
 from dsa_dispatch._dispatch.matrix import CapabilityMatrix, MatrixRow, capability_matrix
 from dsa_dispatch._registry.registry import Registered
 from dsa_dispatch._runtime import current
@@ -98,7 +98,7 @@ def write_pages(
             typer.echo(f"{folder / name} is stale: run `make docs`", err=True)
         if stale or obsolete:
             raise typer.Exit(1)
-        typer.echo(f"{len(made)} pages are up to date")
+        emit(f"{len(made)} pages are up to date")
         return
     try:
         _write(folder, {name: made[name] for name in stale}, obsolete)
@@ -112,7 +112,7 @@ def _write(folder: Path, stale: Mapping[str, str], obsolete: Sequence[str]) -> N
     for name, text in stale.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-        typer.echo(f"wrote {folder / name}")
+        emit(f"wrote {folder / name}")
     for name in obsolete:
         (folder / name).unlink()
-        typer.echo(f"removed {folder / name}")
+        emit(f"removed {folder / name}")

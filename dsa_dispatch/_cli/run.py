@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from dsa_dispatch._cli.output import progress_console, results
 from dsa_dispatch._run_config import load_preset
 
 
@@ -38,5 +38,6 @@ def run(
         backend=backend,
         fallback=fallback,
         json=json_,
-        console=Console(stderr=json_),
+        output=results(),
+        console=progress_console(json_),
     )

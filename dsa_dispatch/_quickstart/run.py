@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import torch
 from rich.console import Console
@@ -38,13 +38,15 @@ def run(
     backend: str | None = None,
     fallback: str | None = None,
     json: bool = False,
+    output: TextIO | None = None,
     console: Console | None = None,
 ) -> RunReport:
     """Train the model of ``config`` on a text, sample from it, print the report and return it.
 
     ``text``: a file; None takes the sources of Python's standard library on this machine. ``device``: ``"cpu"`` or a
     CUDA device. ``steps``, ``backend`` and ``fallback`` override the configuration. ``json``: write the report to
-    standard output as one JSON document; ``console`` then shows the progress only, on standard error by default.
+    ``output`` (standard output by default) as one JSON document; ``console`` then shows the progress only, on standard
+    error by default.
     Raises ``ConfigError`` for a configuration without a training section, a device that is not there, an unknown
     backend, a setting that cannot be meant, or a text too short; the library's own errors pass through.
     """
@@ -110,7 +112,7 @@ def run(
         records=tuple(records),
     )
     if json:
-        sys.stdout.write(report.to_json() + "\n")
+        (output or sys.stdout).write(report.to_json() + "\n")
     else:
         reports.show_report(report, console)
     return report
