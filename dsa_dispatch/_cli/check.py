@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
 from dsa_dispatch._cli.doctor import available_devices
+from dsa_dispatch._cli.dtypes import ALIASES
 from dsa_dispatch._cli.output import emit, progress_console
 from dsa_dispatch._registry import selftest
 from dsa_dispatch._registry.availability import installation_declines, probe
 from dsa_dispatch._registry.faults import raised
 from dsa_dispatch._registry.registry import Registered
+from dsa_dispatch._registry.selfcase import SelfTestSkipped
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.errors import UnknownBackendError
@@ -38,7 +42,8 @@ class Outcome:
     worst: str
     error: float | None
     limit: float
-    passed: bool
+    passed: bool | None
+    """None where the declaration accepts no small call, so that nothing was compared; ``note`` says why."""
     note: str = ""
 
 
@@ -71,6 +76,8 @@ def judge(entry: Registered, stage: Stage, device: torch.device, dtype: str) -> 
         )
     except KeyboardInterrupt:
         raise
+    except SelfTestSkipped as reason:
+        return Outcome(name, stage, str(device), dtype, "", None, limit, None, f"skipped: {reason}")
     except BaseException as error:  # the report is the point: one broken stage must not hide the others
         note = raised(error)
         return Outcome(name, stage, str(device), dtype, "", None, limit, False, note)
@@ -82,7 +89,8 @@ def check(
     backend: Annotated[str | None, typer.Argument(help="Only this backend.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Compare every available backend with fp64 formulas. Exit status 1 when one is wrong or cannot be checked."""
+    """Compare every available backend with fp64 formulas. Exit status 1 when one is wrong, or when nothing of the one
+    that is named could be compared. A declaration that accepts no small call is skipped, with its reason."""
     known = current().snapshot.backends
     if backend is not None and backend not in known:
         raise UnknownBackendError(
@@ -94,38 +102,49 @@ def check(
     if json_:
         emit(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
     else:
-        table = Table(
-            *(Column(name, no_wrap=True) for name in ("backend", "stage", "device", "dtype")),
-            "worst",
-            "error",
-            "limit",
-            Column("", no_wrap=True),
-        )
-        for result in results:
-            table.add_row(
-                result.backend,
-                result.stage,
-                result.device,
-                result.dtype,
-                result.worst,
-                "-" if result.error is None else f"{result.error:.1e}",
-                f"{result.limit:.0e}",
-                "[green]ok[/]" if result.passed else "[red]WRONG[/]",
-            )
-        console.print(table)
-        # Below the table: a long reason in a cell leaves the other columns no room.
-        for result in results:
-            if result.note:
-                console.print(
-                    f"{result.backend} {result.stage} on {result.device} in {result.dtype}: {result.note}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+        _show(console, results)
     if backend is not None and not results:
         for stage in known[backend].spec.stages:
             missing = installation_declines(known[backend].spec, stage)
             why = "; ".join(str(decline) for decline in missing) or "no device here that it declares"
             console.print(f"{backend} {stage} not checked: {why}", markup=False, soft_wrap=True)
         raise typer.Exit(1)
-    if not all(result.passed for result in results):
+    wrong = any(result.passed is False for result in results)
+    if wrong or (backend is not None and not any(result.passed for result in results)):
         raise typer.Exit(1)
+
+
+_STATES: Final = {True: "[green]ok[/]", False: "[red]WRONG[/]", None: "[yellow]skipped[/]"}
+
+
+def _show(console: Console, results: Sequence[Outcome]) -> None:
+    """A table per backend, which leaves the other columns room at 80 characters; reasons below, in full."""
+    short = {name: alias for alias, name in ALIASES.items()}
+    for backend in dict.fromkeys(result.backend for result in results):
+        mine = [result for result in results if result.backend == backend]
+        table = Table(
+            *(Column(name, no_wrap=True) for name in ("stage", "device", "dtype")),
+            Column("worst", overflow="fold"),
+            *(Column(name, no_wrap=True) for name in ("error", "limit", "")),
+            title=backend,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+        )
+        for result in mine:
+            table.add_row(
+                result.stage,
+                result.device,
+                short[result.dtype],
+                result.worst or "-",
+                "-" if result.error is None else f"{result.error:.1e}",
+                f"{result.limit:.0e}",
+                _STATES[result.passed],
+            )
+        console.print(table)
+        notes = [
+            f"{result.backend} {result.stage} on {result.device} in {result.dtype}: {result.note}"
+            for result in mine
+            if result.note
+        ]
+        for note in notes:
+            console.print(note, markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
@@ -89,12 +90,13 @@ def conformance(
 def _show(console: Console, what: str, outcomes: Sequence[Outcome], verbose: bool) -> None:
     table = Table(
         Column("stage", no_wrap=True),
-        Column("device", no_wrap=True),
-        Column("passed", justify="right"),
-        Column("declined", justify="right"),
-        Column("failed", justify="right"),
+        "device",
+        *(Column(name, justify="right", no_wrap=True) for name in ("passed", "declined", "failed")),
         Column("", no_wrap=True),
         title=f"Conformance of {what}",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
     for stage, device in dict.fromkeys((outcome.stage, outcome.device) for outcome in outcomes):
         mine = [outcome for outcome in outcomes if (outcome.stage, outcome.device) == (stage, device)]

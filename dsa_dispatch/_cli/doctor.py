@@ -57,6 +57,7 @@ def doctor(
         title="Import and self-test",
     )
     details: list[str] = []
+    skipped: list[str] = []
     mismatches: list[str] = []
     missing: list[str] = []
     broken = False
@@ -65,6 +66,9 @@ def doctor(
             for device in available_devices():
                 state, detail = _state(entry, stage, device, spec.capability.devices)
                 table.add_row(entry.spec.name, stage, str(device), escape(state))
+                reason = _skipped(entry, stage, device)
+                if reason:
+                    skipped.append(f"{entry.spec.name} {stage} on {device}: self-test skipped: {reason}")
                 if detail:
                     broken = True
                     details.append(f"{entry.spec.name} {stage} on {device}, {entry.origin}:\n{detail}")
@@ -73,7 +77,7 @@ def doctor(
         if mismatch:
             mismatches.append(f"backend {entry.spec.name!r}, {entry.origin}: {mismatch}")
     console.print(table)
-    for line in missing:
+    for line in [*missing, *skipped]:
         console.print(line, markup=False)
     for mismatch in mismatches:
         console.print(mismatch, markup=False)
@@ -146,4 +150,11 @@ def _state(
         return "; ".join(str(fault.decline) for fault in faults), "\n".join(
             fault.traceback for fault in faults
         )
-    return f"ready{' (' + found.provider + ')' if found.provider else ''}", ""
+    tested = ", self-test skipped" if found.skipped else ""
+    return f"ready{' (' + found.provider + ')' if found.provider else ''}{tested}", ""
+
+
+def _skipped(entry: Registered, stage: Stage, device: torch.device) -> str:
+    """Why a self-test was left out, of a stage whose state has been asked for."""
+    known = current().availability.get((entry.spec.name, stage, str(device)))
+    return known.skipped if known is not None else ""

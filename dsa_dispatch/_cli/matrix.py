@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dsa_dispatch._cli.output import Format, emit, holds
+from dsa_dispatch._cli.output import Format, emit, holds, results_console
 from dsa_dispatch._dispatch.matrix import capability_matrix
 
 PAGE = """# Capabilities
@@ -37,7 +37,7 @@ def matrix(
         emit(f"{check} is up to date")
         return
     text = {
-        Format.text: table.to_text,
+        Format.text: lambda: table.to_text(results_console().width),
         Format.markdown: lambda: PAGE + table.to_markdown(),
         Format.json: table.to_json,
     }[format]()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from dataclasses import dataclass
 
 import torch
 
 from dsa_dispatch._backend import BackendSpec
 from dsa_dispatch._capability import Capability
+from dsa_dispatch._decline import Decline
 from dsa_dispatch._dispatch.device import device_info
+from dsa_dispatch._dispatch.rules import rule_faults
 from dsa_dispatch._registry.availability import installation_declines
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import STAGES, Stage
@@ -55,15 +58,10 @@ class CapabilityMatrix:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_text(self) -> str:
-        """A plain table with the state on this machine."""
-        columns = (*_COLUMNS, "here")
-        lines = [columns, *[tuple(str(getattr(row, name)) for name in columns) for row in self.rows]]
-        widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+    def to_text(self, width: int = 80) -> str:
+        """A paragraph per backend and stage, folded at ``width`` characters: its state on this machine, and what it
+        declares. Eleven columns side by side would be eight times as wide as a terminal."""
+        return "\n".join(line for row in self.rows for line in _paragraph(row, width))
 
     def to_markdown(self) -> str:
         """A table of what is declared: the same on every machine, so that documentation can hold it."""
@@ -76,6 +74,27 @@ class CapabilityMatrix:
 
     def to_json(self) -> str:
         return json.dumps([dataclasses.asdict(row) for row in self.rows], indent=2)
+
+
+_FIELDS = _COLUMNS[2:]
+_INDENT = 2 + max(map(len, _FIELDS)) + 2
+
+
+def _paragraph(row: MatrixRow, width: int) -> list[str]:
+    def folded(first: str, text: str, indent: int) -> list[str]:
+        return textwrap.wrap(
+            f"{first}{text}",
+            max(width, _INDENT + 20),
+            subsequent_indent=" " * indent,
+            # A path or a version range is copied: it is not cut, and not at its hyphens.
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    lines = folded(f"{row.backend} {row.stage}: ", row.here, 2)
+    for name in _FIELDS:
+        lines += folded(f"  {name}".ljust(_INDENT), getattr(row, name), _INDENT)
+    return lines
 
 
 def capability_matrix() -> CapabilityMatrix:
@@ -156,7 +175,7 @@ def _promises(capability: Capability, stage: Stage) -> str:
 def _here(spec: BackendSpec, stage: Stage) -> str:
     missing = installation_declines(spec, stage)
     if missing:
-        return "; ".join(f"{decline.code} {decline.field} ({decline.got})" for decline in missing)
+        return "; ".join(map(_short, missing))
     capability = spec.stages[stage].capability
     here = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
     if capability.devices is not None and not capability.devices & here:
@@ -165,4 +184,10 @@ def _here(spec: BackendSpec, stage: Stage) -> str:
         have = device_info(torch.device("cuda", torch.cuda.current_device())).compute_capability
         if have is None or not any(low <= have < high for low, high in capability.compute_capabilities):
             return f"COMPUTE_CAPABILITY here {have}"
-    return "ready"
+    usable = sorted(here if capability.devices is None else here & capability.devices)
+    faults = [fault.decline for kind in usable for fault in rule_faults(capability, stage, kind)]
+    return "; ".join(dict.fromkeys(map(_short, faults))) or "ready"
+
+
+def _short(decline: Decline) -> str:
+    return f"{decline.code} {decline.field} ({decline.got})"

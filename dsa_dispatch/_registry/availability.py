@@ -30,6 +30,8 @@ class Availability:
     function: Callable[..., Any] | None = None
     provider: str = ""
     traceback: str = ""
+    skipped: str = ""
+    """Why the self-test was left out; empty where it ran, or where the backend asks for none."""
     spec: BackendSpec | None = None
     """Whose outcome it is: a name may be given to another backend."""
 
@@ -78,14 +80,15 @@ def _probe(spec: BackendSpec, stage: Stage, device: torch.device) -> Availabilit
         raise
     except BaseException as error:
         return _failed(DeclineCode.IMPORT_FAILED, reference, error)
+    skipped = ""
     if spec.self_test:
         try:
-            selftest.run(function, asked.capability, stage, device)
+            skipped = selftest.reason_left_out(function, asked.capability, stage, device)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             return _failed(DeclineCode.SELF_TEST_FAILED, f"{spec.name} {stage} on {device}", error)
-    return Availability(function=function, provider=provider)
+    return Availability(function=function, provider=provider, skipped=skipped)
 
 
 def _named_provider(reference: str) -> str:

@@ -27,9 +27,16 @@ STALE: Final = 1.0
 
 
 def run(function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device) -> None:
+    """``reason_left_out``, of a stage that is known to be tested."""
+    reason_left_out(function, capability, stage, device)
+
+
+def reason_left_out(
+    function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device
+) -> str:
     """Run ``function`` on the tiny case. Raises ``SelfTestError``, or whatever the function raises.
 
-    Where the declaration accepts no small call the test is left out, and the log says why.
+    Where the declaration accepts no small call the test is left out: why is logged and returned; else "".
     """
     preference = FLOATS
     if device.type != "cpu":
@@ -41,10 +48,11 @@ def run(function: Callable[..., Any], capability: Capability, stage: Stage, devi
         errors = measure(function, capability, stage, device, dtype)
     except SelfTestSkipped as skipped:
         LOGGER.warning("The self-test of %s on %s is left out: %s", stage, device, skipped)
-        return
+        return str(skipped)
     for what, error in errors.items():
         if error > TOLERANCE[dtype]:
             raise SelfTestError(f"{what}: relative error {error:.3g} against the dense formula")
+    return ""
 
 
 def measure(

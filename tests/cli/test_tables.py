@@ -18,10 +18,53 @@ from dsa_dispatch.testing import FakeBackend, isolated_registry
 def test_matrix_as_text_says_how_each_backend_stands_here(registry):
     done = invoke("matrix")
     assert done.exit_code == 0
-    header, *rows = done.stdout.splitlines()
-    assert header.split()[:3] == ["backend", "stage", "devices"]
-    assert header.endswith("here")
-    assert any(row.startswith("torch_dense") and row.endswith("ready") for row in rows)
+    heads = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert len(heads) == len(dsa.capability_matrix().rows)
+    assert "torch_dense attention_forward: ready" in heads
+
+
+def test_matrix_says_of_a_rule_that_raises_what_doctor_says():
+    def no_table(call):
+        raise KeyError("no table")
+
+    odd = FakeBackend("odd", ["attention_forward"], extra_check=no_table).spec
+    wrong = FakeBackend("wrong", ["attention_forward"], scratch=lambda call: None).spec
+    with isolated_registry(odd, wrong):
+        here = {row.backend: row.here for row in dsa.capability_matrix().rows}
+    assert here["odd"] == "EXTRA_CHECK extra_check (KeyError: 'no table')"
+    assert here["wrong"] == "EXTRA_CHECK scratch (returned None)"
+
+
+def test_every_table_can_be_read_on_80_columns(monkeypatch):
+    """Nothing is cut short: no cell ends in an ellipsis, and no line but a reason to be copied is longer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    replace = {"attention_forward": faults.forward("ignores topk_length")}
+    wrong = FakeBackend("wrong", ["attention_forward"], replace=replace, self_test=True)
+    with isolated_registry(wrong.spec, installed=True):
+        shown = {
+            name: invoke(name, *more).stdout
+            for name, more in {
+                "matrix": [],
+                "list": [],
+                "doctor": ["--no-tracebacks"],
+                "check": [],
+                "conformance": ["wrong", "--size", "small"],
+            }.items()
+        }
+    assert "teacher mass" in shown["check"]
+    assert "BREAKS THE CONTRACT" in shown["conformance"]
+    assert max(map(len, shown["matrix"].splitlines())) <= 80
+    for name, text in shown.items():
+        assert "…" not in text, name
+
+
+def test_a_word_that_is_copied_is_not_cut_in_the_matrix(registry):
+    lines = dsa.capability_matrix().to_text(40).splitlines()
+    records = {row.verified for row in dsa.capability_matrix().rows if row.verified.startswith("benchmarks/")}
+    assert records
+    for record in records:
+        assert any(record in line for line in lines)
+    assert max(len(line) for line in lines) <= 40 + max(map(len, records))
 
 
 def test_matrix_as_markdown_is_the_page(registry):
@@ -129,6 +172,27 @@ def test_check_compares_every_stage_of_the_backend_that_is_named(registry):
     assert {result["stage"] for result in results} == set(info.stages)
     assert {result["backend"] for result in results} == {"torch_dense"}
     assert all(result["passed"] and result["error"] <= result["limit"] for result in results)
+
+
+def test_a_declaration_that_accepts_no_small_call_is_skipped_with_the_reason_and_is_no_failure():
+    large = dsa.Decline(dsa.DeclineCode.EXTRA_CHECK, "rows", "few", "many")
+    narrow = FakeBackend("narrow", ["attention_forward"], self_test=True, extra_check=lambda call: large).spec
+    with isolated_registry(narrow, installed=True):
+        doctor, table, document = invoke("doctor"), invoke("check"), invoke("check", "--json")
+        alone = invoke("check", "narrow")
+    why = "the declaration accepts none of the small calls that were tried: EXTRA_CHECK rows"
+    assert (doctor.exit_code, table.exit_code, document.exit_code) == (0, 0, 0)
+    (row,) = [line for line in doctor.stdout.splitlines() if " narrow " in line]
+    assert "ready, self-test skipped" in row
+    assert f"narrow attention_forward on cpu: self-test skipped: {why}" in doctor.stdout
+    assert f"narrow attention_forward on cpu in float32: skipped: {why}" in table.stdout
+    assert "WRONG" not in table.stdout
+    mine = [result for result in json.loads(document.stdout) if result["backend"] == "narrow"]
+    assert mine
+    for result in mine:
+        assert (result["passed"], result["error"]) == (None, None)
+        assert result["note"].startswith(f"skipped: {why}")
+    assert alone.exit_code == 1, "nothing of the backend that was named was compared"
 
 
 def test_check_ends_with_1_when_a_backend_is_wrong():
