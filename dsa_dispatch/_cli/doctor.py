@@ -19,6 +19,7 @@ from dsa_dispatch._dispatch.explain import explain_call
 from dsa_dispatch._dispatch.rules import rule_faults
 from dsa_dispatch._policy.environment import VARIABLES, reject_unknown_variables
 from dsa_dispatch._registry.availability import installation_declines, probe
+from dsa_dispatch._registry.control import hook_plugins
 from dsa_dispatch._registry.faults import raised, traced
 from dsa_dispatch._registry.registry import PluginFailure, Registered
 from dsa_dispatch._runtime import Runtime, current
@@ -77,7 +78,7 @@ def doctor(
         if mismatch:
             mismatches.append(f"backend {entry.spec.name!r}, {entry.origin}: {mismatch}")
     console.print(table)
-    for line in [*missing, *skipped]:
+    for line in [*map(str, hook_plugins()), *missing, *skipped]:
         console.print(line, markup=False)
     for mismatch in mismatches:
         console.print(mismatch, markup=False)

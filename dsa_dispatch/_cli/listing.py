@@ -11,16 +11,17 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from dsa_dispatch._cli.output import emit, results_console
-from dsa_dispatch._registry.control import list_backends
+from dsa_dispatch._registry.control import hook_plugins, list_backends
 from dsa_dispatch._run_config import preset_names
 
 
 def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """List backends and presets."""
+    """List backends, plugins that have a part in decisions, and presets."""
     backends = list_backends()
     if json_:
         entries = [{**dataclasses.asdict(info), "installed": info.installed} for info in backends]
-        data = {"backends": entries, "presets": preset_names()}
+        plugins = [dataclasses.asdict(plugin) for plugin in hook_plugins()]
+        data = {"backends": entries, "plugins": plugins, "presets": preset_names()}
         emit(json.dumps(data, indent=2))
         return
     table = Table(
@@ -42,4 +43,6 @@ def list_(json_: Annotated[bool, typer.Option("--json", help="Machine-readable."
             *(f"  {how}" for how in info.install),
         ]:
             emit(line)
+    for plugin in hook_plugins():
+        emit(str(plugin))
     console.print("presets: " + ", ".join(preset_names()))

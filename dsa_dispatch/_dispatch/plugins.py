@@ -68,8 +68,7 @@ def backend_order(snapshot: Snapshot, call: CallSpec) -> Order:
 def observe(runtime: Runtime, snapshot: Snapshot, decision: Decision) -> None:
     """Tell every observer plugin of a new decision."""
     manager = snapshot.plugins
-    for implementation in reversed(manager.hook.dsa_dispatch_on_decision.get_hookimpls()):
-        plugin = implementation.plugin
+    for plugin in snapshot.observers():
         try:
             _hook_of(manager, plugin, "dsa_dispatch_on_decision")(decision=decision)
         except KeyboardInterrupt:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dsa_dispatch._backend import BackendSpec
 from dsa_dispatch._registry.availability import installation_declines
 from dsa_dispatch._registry.packages import forget_packages
-from dsa_dispatch._registry.registry import with_backend, without_backend
+from dsa_dispatch._registry.registry import plugin_title, with_backend, without_backend
 from dsa_dispatch._runtime import current
 
 
@@ -28,6 +29,37 @@ class BackendInfo:
     @property
     def installed(self) -> bool:
         return not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class HookPlugin:
+    """A plugin that has a part in decisions beside its backends, if it brings any."""
+
+    role: Literal["policy", "observer"]
+    plugin: str
+    distribution: str
+
+    def __str__(self) -> str:
+        part = (
+            "may reorder the backends that auto asks"
+            if self.role == "policy"
+            else "is told of every new decision"
+        )
+        return f"{self.role} plugin {self.plugin} of {self.distribution}: {part}"
+
+
+def hook_plugins() -> tuple[HookPlugin, ...]:
+    """Policy plugins in the order they are asked in, then observers in the order they are told in."""
+    snapshot = current().snapshot
+    roles: tuple[tuple[Literal["policy", "observer"], tuple[object, ...]], ...] = (
+        ("policy", snapshot.order_plugins()),
+        ("observer", snapshot.observers()),
+    )
+    return tuple(
+        HookPlugin(role, plugin_title(plugin), snapshot.distribution_of(plugin))
+        for role, plugins in roles
+        for plugin in plugins
+    )
 
 
 def register_backend(spec: BackendSpec) -> None:

@@ -105,8 +105,10 @@ def _found(distribution: str, module: str) -> tuple[bool, str]:
         # A loaded module without a spec, as a test or an embedding application may put there: it is there.
         importable = True
     try:
-        return importable, version(distribution)
+        return importable, version(distribution) or ""
     except PackageNotFoundError:
+        return importable, ""
+    except Exception:  # metadata that cannot be read, or has no version, tells as little as none
         return importable, ""
 
 

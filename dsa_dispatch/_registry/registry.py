@@ -83,6 +83,11 @@ class Snapshot:
         implementations = self.plugins.hook.dsa_dispatch_order.get_hookimpls()
         return tuple(entry.plugin for entry in reversed(implementations))
 
+    def observers(self) -> tuple[object, ...]:
+        """Plugins that are told of decisions, in the order they are told in."""
+        implementations = self.plugins.hook.dsa_dispatch_on_decision.get_hookimpls()
+        return tuple(entry.plugin for entry in reversed(implementations))
+
     def fingerprint(self) -> str:
         """A digest of what decides: names, versions, ranks, capabilities, and policy plugins."""
         digest = hashlib.sha256()

@@ -110,6 +110,31 @@ def test_list_shows_who_is_registered_and_what_is_missing():
     assert "quickstart" in document["presets"]
 
 
+def test_list_and_doctor_name_the_plugins_that_have_a_part_in_decisions(registry):
+    class Both:
+        @dsa.hookimpl
+        def dsa_dispatch_order(self, call, candidates):
+            return None
+
+        @dsa.hookimpl
+        def dsa_dispatch_on_decision(self, decision):
+            pass
+
+    title = f"{__name__}:{Both.__qualname__}"
+    lines = [
+        f"policy plugin {title} of this process: may reorder the backends that auto asks",
+        f"observer plugin {title} of this process: is told of every new decision",
+    ]
+    assert json.loads(invoke("list", "--json").stdout)["plugins"] == []
+    assert not any(line.startswith(("policy", "observer")) for line in invoke("list").stdout.splitlines())
+    registry.snapshot.plugins.register(Both())
+    for command in ("list", "doctor"):
+        assert [line for line in invoke(command).stdout.splitlines() if line in lines] == lines
+    assert json.loads(invoke("list", "--json").stdout)["plugins"] == [
+        {"role": role, "plugin": title, "distribution": "this process"} for role in ("policy", "observer")
+    ]
+
+
 def test_doctor_tests_every_stage_and_names_the_environment():
     with isolated_registry(FakeBackend("fake", ["attention_forward"], self_test=True).spec, installed=True):
         done = invoke("doctor")

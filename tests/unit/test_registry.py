@@ -210,6 +210,65 @@ def test_two_plugins_with_one_backend_name_keep_the_first_by_entry_point_name(in
     )
 
 
+class Distribution:
+    """As much of a distribution as names an entry point."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+def test_entry_points_of_one_name_both_count_and_one_module_counts_once(monkeypatch):
+    good("first_plugin")
+    good("second_plugin", FakeBackend("other").spec)
+    points = [
+        EntryPoint("same", value, "dsa_dispatch.backends")._for(Distribution(distribution))
+        for value, distribution in [
+            ("first_plugin", "a-dist"),
+            ("second_plugin", "b-dist"),
+            ("second_plugin", "b-dist"),
+        ]
+    ]
+    again = EntryPoint("zz", "first_plugin", "dsa_dispatch.backends")._for(Distribution("c-dist"))
+    monkeypatch.setattr(module, "entry_points", lambda group: [*points, again])
+    snapshot = load_plugins(Snapshot())
+    assert snapshot.backends["extra"].origin == "entry point 'same' of a-dist"
+    assert snapshot.backends["other"].origin == "entry point 'same' of b-dist"
+    (failure,) = snapshot.failures
+    assert (failure.plugin, failure.distribution, failure.step) == ("zz", "c-dist", "register")
+    assert (
+        "first_plugin is already registered, as 'same' of a-dist; name a module in one entry point only"
+        in (failure.error)
+    )
+    for name in ("first_plugin", "second_plugin"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [b"", b"Metadata-Version: 2.1\nName: half-gone\n", b"\xff\xfe\x00", None],
+    ids=["empty", "no version", "not text", "no file"],
+)
+def test_a_distribution_with_broken_metadata_tells_no_version_and_costs_nothing(
+    tmp_path, monkeypatch, metadata
+):
+    """As an interrupted uninstallation leaves it: the module is there, and its version cannot be judged."""
+    info = tmp_path / "half_gone-1.0.dist-info"
+    info.mkdir()
+    (tmp_path / "half_gone.py").write_text("")
+    (info / "entry_points.txt").write_text("[dsa_dispatch.backends]\nhalf_gone = half_gone\n")
+    if metadata is not None:
+        (info / "METADATA").write_bytes(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    needing = FakeBackend("needing", packages=(Requirement("half-gone", "half_gone", ">=2"),)).spec
+    with isolated_registry(needing, installed=True) as runtime:
+        listed = {entry.name: entry for entry in list_backends()}
+        (failure,) = runtime.snapshot.failures
+    assert listed["needing"].installed
+    assert listed["torch_dense"].installed
+    assert (failure.plugin, failure.step) == ("half_gone", "register")
+    sys.modules.pop("half_gone", None)
+
+
 def test_a_plugin_for_another_api_is_listed_and_declined():
     spec = dataclasses.replace(FakeBackend("future", rank=9).spec, api_version=2)
     with isolated_registry(spec, installed=True):
@@ -424,6 +483,16 @@ def test_only_a_permutation_counts(answer):
     else:
         assert asked == "abc"
         assert "dsa_dispatch_order and was passed over" in faults[0] or "no permutation" in faults[0]
+
+
+def test_explain_names_the_policy_plugin_that_ordered_and_no_other():
+    quiet, loud = policy(lambda call, candidates: None), policy(lambda call, candidates: candidates[::-1])
+    call = dsa_dispatch.CallSpec("run_fused_qk_topk")
+    line = f"(auto asks in the order of policy plugin {__name__}:policy.<locals>.Policy of this process)"
+    for plugins, named in (([quiet, loud], True), ([quiet], False)):
+        with isolated_registry(*(FakeBackend(name).spec for name in "abc"), plugins=plugins):
+            text = explain(call.operation, call=call).to_text()
+        assert (line in text) is named
 
 
 def test_a_policy_plugin_that_raises_does_not_silence_the_next(caplog):
