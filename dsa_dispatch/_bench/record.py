@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from dsa_dispatch._bench.clock import Clock
 from dsa_dispatch._bench.measure import REFERENCE_TFLOPS, Effort, Result
 from dsa_dispatch._capability import AnyOf
+from dsa_dispatch._registry.packages import installed_version
 from dsa_dispatch._runtime import current
 from dsa_dispatch._version import __version__
 
@@ -70,10 +70,9 @@ def _versions() -> dict[str, str]:
             names |= {option.distribution for option in options}
     found = {"python": platform.python_version(), "dsa-dispatch": __version__}
     for name in sorted(names):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        release = installed_version(name)
+        if release:
+            found[name] = release
     return found
 
 

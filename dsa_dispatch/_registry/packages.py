@@ -104,12 +104,17 @@ def _found(distribution: str, module: str) -> tuple[bool, str]:
     except ValueError:
         # A loaded module without a spec, as a test or an embedding application may put there: it is there.
         importable = True
+    return importable, installed_version(distribution)
+
+
+def installed_version(distribution: str) -> str:
+    """The version of a distribution; "" where there is none, or metadata that tells none."""
     try:
-        return importable, version(distribution) or ""
+        return version(distribution) or ""
     except PackageNotFoundError:
-        return importable, ""
-    except Exception:  # metadata that cannot be read, or has no version, tells as little as none
-        return importable, ""
+        return ""
+    except Exception:  # metadata that cannot be read, as an interrupted uninstallation leaves it
+        return ""
 
 
 def forget_packages() -> None:
