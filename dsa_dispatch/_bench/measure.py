@@ -15,6 +15,7 @@ from dsa_dispatch._bench.case import Case
 from dsa_dispatch._bench.clock import Call, Clock
 from dsa_dispatch._bench.inputs import Inputs, make_inputs
 from dsa_dispatch._bench.peers import Peer, SitsOut, ran
+from dsa_dispatch._registry.faults import raised
 
 REFERENCE_TFLOPS: Final = 672.0
 """What one H200 gave on an 8192-cubed bf16 product; figures of CUDA devices are also given scaled to it."""
@@ -71,7 +72,9 @@ def measure(
             running.append(_prepared(peer, inputs, clock, effort))
         except SitsOut as reason:
             results.append(Result(case, peer.name, "sat out", str(reason)))
-        except Exception as error:  # the others' figures are worth having
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the others' figures are worth having
             results.append(_failed(case, peer, error))
     product = clock.product() if running else None
     for index in range(effort.repeats):
@@ -79,7 +82,9 @@ def measure(
             if index < entry.repeats:
                 try:
                     entry.times.append(clock.once(entry.call))
-                except Exception as error:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
                     results.append(_failed(case, entry.peer, error))
                     entry.repeats, entry.times = 0, []
     scale = device.type == "cuda"
@@ -130,8 +135,8 @@ def _result(case: Case, entry: _Running, product: float | None, scale: bool) -> 
     )
 
 
-def _failed(case: Case, peer: Peer, error: Exception) -> Result:
-    return Result(case, peer.name, "failed", f"{type(error).__name__}: {error}"[:1000])
+def _failed(case: Case, peer: Peer, error: BaseException) -> Result:
+    return Result(case, peer.name, "failed", raised(error)[:1000])
 
 
 def measure_all(

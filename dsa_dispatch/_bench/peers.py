@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from dsa_dispatch._operations import library
 from dsa_dispatch._operations.attention import run_fused_absorbed_sparse_attention
 from dsa_dispatch._operations.indexer import link_to, request_of, run_fused_qk_topk
 from dsa_dispatch._policy.config import DSAConfig, explicit_text
+from dsa_dispatch._registry.faults import raised
 from dsa_dispatch._stages import Stage
 from dsa_dispatch.errors import ConfigError, NoBackendError
 
@@ -39,14 +40,18 @@ class Peer:
     stages: frozenset[Stage] = frozenset()
 
 
-def backend_peer(name: str, stages: frozenset[Stage]) -> Peer:
-    """A registered backend, pinned for those of its ``stages`` that the case measures; the others are ``auto``'s."""
+def backend_peer(name: str, stages: frozenset[Stage], missing: Mapping[Stage, str] | None = None) -> Peer:
+    """A registered backend, pinned for those of its ``stages`` that the case measures; the others are ``auto``'s.
+
+    ``missing``: stages that it provides and that cannot be used here, with the reason.
+    """
 
     def prepare(inputs: Inputs) -> Call:
         mine = [stage for stage in inputs.case.stages if stage in stages]
         # The last stage is what a case is named after: cuDNN's loss with another's teacher counts, not the reverse.
-        if inputs.case.stages[-1] not in mine:
-            raise SitsOut(f"provides no {inputs.case.stages[-1]}")
+        named = inputs.case.stages[-1]
+        if named not in mine:
+            raise SitsOut((missing or {}).get(named) or f"provides no {named}")
         config = DSAConfig(
             dsa_kernel_backend=dict.fromkeys(mine, name),
             dsa_kernel_fallback="error",
@@ -91,7 +96,7 @@ def ran(call: Call) -> dict[Stage, list[str]]:
 
 def external_peer(text: str) -> Peer:
     """``NAME=module:function``. The function takes the inputs of a case and returns a call without arguments, or None
-    where it does not serve the case. Raises ``ConfigError`` where there is no such function."""
+    where it does not serve the case. Raises ``ConfigError`` where there is no such function, or no import of it."""
     name, equals, target = text.partition("=")
     module, colon, function = target.partition(":")
     if not (name and equals and module and colon and function):
@@ -100,6 +105,12 @@ def external_peer(text: str) -> Peer:
         made: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--peer {text}: {error}. Is its folder on PYTHONPATH?") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever somebody else's module raises at import
+        raise ConfigError(f"--peer {text}: the import of {module} raised {raised(error)}") from error
+    if not callable(made):
+        raise ConfigError(f"--peer {text}: {target} is a {type(made).__name__}, expected a function")
 
     def prepare(inputs: Inputs) -> Call:
         call: Call | None = made(inputs)

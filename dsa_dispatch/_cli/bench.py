@@ -36,6 +36,13 @@ class DType(str, Enum):
     float32 = "float32"
 
 
+_DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(Case)}
+
+
+def _default(name: str) -> str:
+    return f"Default: {_DEFAULTS[name]}"
+
+
 def bench(
     suite: Annotated[
         str | None,
@@ -46,22 +53,35 @@ def bench(
     stage: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(MEASURED)}; of a suite, only these. Repeatable.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Query rows.")] = None,
-    keys: Annotated[int | None, typer.Option(min=1)] = None,
-    topk: Annotated[int | None, typer.Option(min=1, help="Keys chosen per row.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1)] = None,
-    qk_channels: Annotated[int | None, typer.Option(min=1)] = None,
-    v_channels: Annotated[int | None, typer.Option(min=1)] = None,
-    index_heads: Annotated[int | None, typer.Option(min=1)] = None,
-    index_channels: Annotated[int | None, typer.Option(min=1)] = None,
-    dtype: Annotated[DType | None, typer.Option()] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help=f"Query rows. {_default('rows')}, of decode 1.")
+    ] = None,
+    keys: Annotated[int | None, typer.Option(min=1, help=f"Keys. {_default('keys')}.")] = None,
+    topk: Annotated[int | None, typer.Option(min=1, help=f"Keys chosen per row. {_default('topk')}.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help=f"Query heads. {_default('heads')}.")] = None,
+    qk_channels: Annotated[
+        int | None, typer.Option(min=1, help=f"Channels of query and key. {_default('qk_channels')}.")
+    ] = None,
+    v_channels: Annotated[
+        int | None, typer.Option(min=1, help=f"Channels of the output. {_default('v_channels')}.")
+    ] = None,
+    index_heads: Annotated[
+        int | None, typer.Option(min=1, help=f"Heads of the indexer. {_default('index_heads')}.")
+    ] = None,
+    index_channels: Annotated[
+        int | None, typer.Option(min=1, help=f"Channels of the indexer. {_default('index_channels')}.")
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option(help=f"{_default('dtype')}.")] = None,
     pattern: Annotated[
         str | None,
         typer.Option(
-            help="random, local (a window, sinks and a slowly changing rest), or a .pt or .npy file of ids."
+            help="random, local (a window, sinks and a slowly changing rest), or a .pt or .npy file of ids. "
+            f"{_default('pattern')}."
         ),
     ] = None,
-    deterministic: Annotated[bool | None, typer.Option(help="Ask for bitwise reproducible kernels.")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option(help="Ask for bitwise reproducible kernels. Default: no.")
+    ] = None,
     backend: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,14 +90,18 @@ def bench(
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=module:function, given the inputs, returns a call or None. Repeatable."),
+        typer.Option(
+            help="NAME=module:function, given the inputs, returns a call, or None to sit out. Repeatable."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda where there is one.")
     ] = None,
-    memory_budget: Annotated[str | None, typer.Option(help="Of the backends, such as 4GiB.")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Of the backends, such as 4GiB. Default: the settings' own.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0)] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Calls of each peer before the rounds.")] = 3,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="A peer gets fewer rounds where they would take longer.")
     ] = 10,
@@ -87,7 +111,8 @@ def bench(
     commit: Annotated[str, typer.Option(help="For the record. Default: git's, of the current folder.")] = "",
     out: Annotated[Path | None, typer.Option(help="Write the record here, as JSON.")] = None,
 ) -> None:
-    """Time backends and other functions on the same calls, in turn. Exit status 1 when one fails.
+    """Time backends and other functions on the same calls, in turn. Exit status 1 when one fails, or when none
+    serves any of the cases.
 
     A backend runs through the public operations, pinned, and its figure counts only if it ran.
     """
@@ -126,7 +151,10 @@ def bench(
             # After every case: what was measured is kept when the machine's time ends.
             emit(record(results, clock, place, effort, ["dsa-dispatch", *sys.argv[1:]], commit), out)
     emit(table(results, clock))
-    if any(result.state == "failed" for result in results):
+    nothing = not any(result.state == "measured" for result in results)
+    if nothing:
+        progress.print("nothing was measured: the reason of each peer stands above the table", markup=False)
+    if nothing or any(result.state == "failed" for result in results):
         raise typer.Exit(1)
 
 
@@ -188,9 +216,14 @@ def _peers(names: Sequence[str], others: Sequence[str], device: torch.device) ->
         spec = entry.spec
         if spec.name not in names if names else spec.name == REFERENCE and device.type == "cuda":
             continue
-        usable = frozenset(stage for stage in spec.stages if not installation_declines(spec, stage))
+        missing = {
+            stage: "; ".join(map(str, declines))
+            for stage in spec.stages
+            if (declines := installation_declines(spec, stage))
+        }
+        usable = frozenset(spec.stages) - missing.keys()
         if usable or names:
-            peers.append(backend_peer(spec.name, usable))
+            peers.append(backend_peer(spec.name, usable, missing))
     peers += [external_peer(text) for text in others]
     if not peers:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -79,6 +80,42 @@ def test_a_backend_that_declines_sits_out_with_its_reason_and_no_figure(tmp_path
     assert "| torch_dense |" in done.stdout
 
 
+def test_a_backend_that_is_not_installed_sits_out_with_the_command_that_installs_it():
+    absent = FakeBackend(
+        "absent", ["attention_forward"], packages=(dsa.Requirement("no-such", "no_such_module", ">=2"),)
+    )
+    with isolated_registry(absent.spec, installed=True):
+        other, nothing = (
+            invoke("bench", *TINY, "--backend", "absent", *more)
+            for more in (["--backend", "torch_dense"], ["--stage", "indexer_topk"])
+        )
+    why = "NOT_INSTALLED package no-such: got not installed, supports >=2. pip install 'no-such>=2'."
+    assert f"absent sat out 1 case: {why}" in other.stdout
+    assert other.exit_code == 0
+    assert "absent sat out 1 case: provides no indexer_topk" in nothing.stdout
+
+
+def test_an_empty_table_is_no_success(module, registry):
+    module.nothing = lambda inputs: None
+    narrow = FakeBackend("narrow", ["attention_forward"], heads=dsa.Heads(values=frozenset({64})))
+    dsa.register_backend(narrow.spec)
+    done = invoke("bench", *TINY, "--backend", "narrow", "--peer", "absent=peers_of_a_test:nothing")
+    assert done.exit_code == 1
+    assert "narrow sat out 1 case: HEADS" in done.stdout
+    assert "absent sat out 1 case: returned None for this case" in done.stdout
+    assert "nothing was measured" in done.stderr
+
+
+def test_the_defaults_of_a_case_are_in_the_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = invoke("bench", "--help").stdout.splitlines()
+    for field in dataclasses.fields(Case):
+        option = f"--{field.name.replace('_', '-')} "
+        if field.name in ("rows", "keys", "topk", "heads", "dtype", "pattern", "index_channels"):
+            (line,) = [line for line in lines if line.startswith(f"│ {option}")]
+            assert f"Default: {field.default}" in line
+
+
 def test_only_the_pinned_backend_earns_a_figure():
     seen = []
 
@@ -130,12 +167,16 @@ def test_a_peer_that_returns_none_sits_out_and_one_that_raises_costs_only_itself
     def fails(inputs):
         raise RuntimeError("no kernel image")
 
-    module.fails, module.nothing = fails, lambda inputs: None
-    done = invoke(
-        "bench", *TINY, "--peer", "bad=peers_of_a_test:fails", "--peer", "absent=peers_of_a_test:nothing"
-    )
+    def exits(inputs):
+        raise SystemExit(3)
+
+    module.fails, module.exits, module.nothing = fails, exits, lambda inputs: None
+    named = [f"{name}=peers_of_a_test:{made}" for name, made in
+             (("bad", "fails"), ("gone", "exits"), ("absent", "nothing"))]  # fmt: skip
+    done = invoke("bench", *TINY, *(part for peer in named for part in ("--peer", peer)))
     assert done.exit_code == 1
     assert "bad failed 1 case: RuntimeError: no kernel image" in done.stdout
+    assert "gone failed 1 case: SystemExit: 3" in done.stdout
     assert "absent sat out 1 case: returned None for this case" in done.stdout
     assert "| torch_dense |" in done.stdout
 
@@ -302,6 +343,8 @@ def test_a_file_that_holds_no_ids_is_refused(content, message, tmp_path):
         (["--device", "cuda:99"], "CUDA devices here"),
         (["--peer", "name"], "--peer: got 'name', expected NAME=module:function"),
         (["--peer", "a=no_such_module:f"], "Is its folder on PYTHONPATH?"),
+        (["--peer", "a=raises_at_import:f"], "the import of raises_at_import raised RuntimeError: no driver"),
+        (["--peer", "a=math:pi"], "--peer a=math:pi: math:pi is a float, expected a function"),
         (["--peer", "torch_dense=math:sqrt"], "torch_dense would stand for two"),
         (["--pattern", "zigzag"], "supports random, local, or a .pt or .npy file of ids"),
         (["--pattern", "gone.npy"], "gone.npy: No such file or directory"),
@@ -309,7 +352,11 @@ def test_a_file_that_holds_no_ids_is_refused(content, message, tmp_path):
         (["--out", "no/such/folder/record.json"], "there is no folder 'no/such/folder'"),
     ],
 )
-def test_what_cannot_be_meant_ends_with_2_and_one_line(monkeypatch, capsys, registry, arguments, message):
+def test_what_cannot_be_meant_ends_with_2_and_one_line(
+    monkeypatch, capsys, registry, tmp_path, arguments, message
+):
+    (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no driver')\n")
+    monkeypatch.syspath_prepend(tmp_path)
     if "--device" not in arguments:
         arguments = ["--device", "cpu", *arguments]
     assert status(monkeypatch, "bench", *arguments) == 2
