@@ -57,7 +57,9 @@ class CallSpec:
 
     operation: str
     device: str = "cpu"
+    """Type of the device, without an index."""
     dtype: str = "bfloat16"
+    """As torch names it."""
     batch: int = 1
     rows: int = 1
     keys: int = 1
@@ -82,7 +84,7 @@ class CallSpec:
     """Legal requests that no stage signature carries, so that every backend declines them: "explicit_values",
     "key_positions", "mask", "per_head_keys"."""
     needs_grad: frozenset[str] = frozenset()
-    """Names of the inputs that need a gradient."""
+    """Inputs that need a gradient, by name: "q", "k", "weights", "query", "key", "value", "up_v_weight"."""
     deterministic: bool = False
     capturing: bool = False
     """A CUDA graph is being captured."""

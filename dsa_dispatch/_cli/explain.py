@@ -18,8 +18,9 @@ from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._dispatch.explain import joined
 from dsa_dispatch._operations.public import explain as explain_call
 from dsa_dispatch._policy.config import DSAConfig
+from dsa_dispatch._policy.policy import Policy
 from dsa_dispatch._policy.values import nearest
-from dsa_dispatch._run_config import ModelShape, load_preset
+from dsa_dispatch._run_config import ModelShape, load_preset, preset_names
 from dsa_dispatch._run_config.shape import ATTENTION, TOPK, TOPK_WITH_LOSS
 from dsa_dispatch._stages import OPERATION_GROUPS
 from dsa_dispatch.errors import ConfigError
@@ -30,7 +31,7 @@ WHOLE: Final = "run_fused_dsa_attention"
 def explain(
     operation: Annotated[str, typer.Argument(help="One of " + ", ".join(OPERATION_GROUPS))],
     model: Annotated[
-        str, typer.Option(help="A preset or YAML file that gives the shapes.")
+        str, typer.Option(help=f"The shapes: {', '.join(preset_names())}, or a YAML file.")
     ] = "deepseek-v3.2",
     rows: Annotated[int, typer.Option(min=0, help="Query rows.")] = 4096,
     keys: Annotated[int | None, typer.Option(min=0, help="Keys; default: as many as rows.")] = None,
@@ -54,7 +55,10 @@ def explain(
     format: Annotated[Format, typer.Option()] = Format.text,
     output: Annotated[Path | None, typer.Option(help="Write here instead of standard output.")] = None,
 ) -> None:
-    """Explain a decision without running it. Exit status 1 when nobody would serve the call."""
+    """Explain a decision without running it. Exit status 1 when nobody would serve the call.
+
+    Example: dsa-dispatch explain run_fused_dsa_attention --model glm-5.2 --tp 8
+    """
     config = DSAConfig(dsa_kernel_backend=backend, dsa_kernel_fallback=fallback)
     kind, info = _device(device, compute_capability)
     shape = load_preset(model).model
@@ -82,6 +86,7 @@ def explain(
     decision = _joined(
         operation, [explain_call(call.operation, config, call=call, device=info) for call in calls]
     )
+    decision = dataclasses.replace(decision, policy=_as_typed(decision.policy))
     form = {
         Format.text: decision.to_text,
         Format.markdown: decision.to_markdown,
@@ -90,6 +95,19 @@ def explain(
     emit(form[format](), output)
     if not decision.served:
         raise typer.Exit(1)
+
+
+def _as_typed(policy: Policy) -> Policy:
+    """A policy that names the options which made its explicit config."""
+    settings = tuple(
+        dataclasses.replace(
+            setting, source="--fallback" if setting.name.endswith("fallback") else "--backend"
+        )
+        if setting.source == "config"
+        else setting
+        for setting in policy.settings
+    )
+    return dataclasses.replace(policy, settings=settings)
 
 
 def _parts(operation: str, shape: ModelShape) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,8 +13,9 @@ from dsa_dispatch._dispatch.decide import decide, needed_stages
 from dsa_dispatch._dispatch.decision import Decision
 from dsa_dispatch._dispatch.device import device_info
 from dsa_dispatch._dispatch.recording import recording
-from dsa_dispatch._dispatch.table import policy_of
+from dsa_dispatch._dispatch.table import dtype_name, policy_of
 from dsa_dispatch._policy.config import explicit_text
+from dsa_dispatch._policy.values import nearest
 from dsa_dispatch._runtime import current
 from dsa_dispatch._stages import OPERATION_GROUPS, Group
 from dsa_dispatch._typed import type_errors
@@ -84,6 +85,7 @@ def explain_call(call: CallSpec, device: DeviceInfo | None = None, config: objec
             f"DeviceInfo('cuda', 'NVIDIA H200', (9, 0), total_memory=..., shared_memory=...)"
         )
     faults = [*type_errors(call, "call"), *(type_errors(device, "device") if device is not None else ())]
+    faults = faults or [*_unknown_names(call, device)]
     if faults:
         raise InvalidInputError(f"explain: {'; '.join(faults)}")
     runtime = current()
@@ -101,6 +103,49 @@ def explain_call(call: CallSpec, device: DeviceInfo | None = None, config: objec
         stages = needed_stages(group, asked)
         decisions.append(decide(runtime, snapshot, asked, policy, real, device, stages))
     return joined(decisions, call)
+
+
+_INPUTS: Final = ("q", "k", "weights", "query", "key", "value", "up_v_weight")
+"""Every input that may need a gradient, of whichever operation."""
+_FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
+
+
+def _unknown_names(call: CallSpec, device: DeviceInfo | None) -> Iterator[str]:
+    """Fields of a well-typed call that hold a name of nothing: misspelt, they would describe another call."""
+    for name in sorted(call.needs_grad - {*_INPUTS}):
+        yield (
+            f"call, field needs_grad: got {name!r}, expected names of inputs: {', '.join(_INPUTS)}."
+            f"{nearest(name, _INPUTS)}"
+        )
+    for field in ("dtype", "weights_dtype", "teacher_dtype"):
+        name = getattr(call, field)
+        found = getattr(torch, name, None)
+        known = isinstance(found, torch.dtype) and found.is_floating_point and dtype_name(found) == name
+        if not known and not (field == "teacher_dtype" and name == ""):
+            yield (
+                f"call, field {field}: got {name!r}, expected a floating-point type by its name in torch: "
+                f"{', '.join(_FLOATS)}.{nearest(name, _FLOATS)}"
+            )
+    if call.index_dtype not in ("int32", "int64"):
+        yield (
+            f"call, field index_dtype: got {call.index_dtype!r}, expected int32 or int64."
+            f"{nearest(call.index_dtype, ('int32', 'int64'))}"
+        )
+    places = [("call, field device", call.device)]
+    places += [("device, field type", device.type)] if device is not None else []
+    for where, kind in places:
+        if not _is_device_type(kind):
+            yield (
+                f"{where}: got {kind!r}, expected a type of device without an index, such as cpu or cuda."
+                f"{nearest(kind.partition(':')[0], ('cpu', 'cuda'))}"
+            )
+
+
+def _is_device_type(name: str) -> bool:
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 _DEFAULTS: Final = {field.name: field.default for field in dataclasses.fields(CallSpec)}

@@ -9,7 +9,7 @@ import torch
 from cli.command import invoke, status
 
 import dsa_dispatch as dsa
-from dsa_dispatch._run_config import load_preset
+from dsa_dispatch._run_config import load_preset, preset_names
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
 TOPK = "run_fused_qk_topk"
@@ -32,6 +32,27 @@ def test_text_names_the_call_the_backend_and_the_policy(registry):
     assert done.stdout.startswith(f"{TOPK}: batch 1, rows 8, keys 8, width 2048")
     assert "indexer_topk: torch_dense" in done.stdout
     assert "dsa_kernel_fallback = next (from default)" in done.stdout
+
+
+def test_the_policy_names_the_option_that_was_typed(monkeypatch, registry):
+    monkeypatch.setenv("DSA_KERNEL_FALLBACK", "next")
+    options = ("explain", TOPK, "--backend", "torch_dense")
+    shown = invoke(*options).stdout
+    assert "dsa_kernel_backend[indexer_topk] = torch_dense (from --backend)" in shown
+    assert "dsa_kernel_fallback = next (from environment)" in shown
+    assert "dsa_kernel_fallback = error (from --fallback)" in invoke(*options, "--fallback", "error").stdout
+
+
+def test_the_help_has_an_example_that_runs_and_the_models(monkeypatch, registry):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke("explain", "--help").stdout
+    (example,) = [line.split("Example: ")[1] for line in shown.splitlines() if "Example: " in line]
+    program, *arguments = example.split()
+    assert program == "dsa-dispatch"
+    assert "--model" in arguments
+    assert invoke(*arguments).exit_code == 0
+    for name in preset_names():
+        assert name in shown
 
 
 @pytest.mark.parametrize("short", ["bf16", "fp16", "fp32", "fp64"])

@@ -226,6 +226,21 @@ MIXED = {
     "device: got 'cuda', expected a DeviceInfo": {"call": CallSpec(""), "device": "cuda"},
     "call, field heads: got '8', expected int": {"call": CallSpec("", heads="8")},
     "call, field dtype: got torch.bfloat16, expected str": {"call": CallSpec("", dtype=torch.bfloat16)},
+    "call, field needs_grad: got 'querry', expected names of inputs: q, k, weights, query, key, value, up_v_weight. "
+    "Did you mean 'query'?": {"call": CallSpec("", needs_grad=frozenset({"querry", "key"}))},
+    "call, field dtype: got 'bf16', expected a floating-point type by its name in torch: bfloat16, float16, float32, "
+    "float64. Did you mean 'bfloat16'?": {"call": CallSpec("", dtype="bf16")},
+    "call, field dtype: got 'int32'": {"call": CallSpec("", dtype="int32")},
+    "call, field dtype: got 'half'": {"call": CallSpec("", dtype="half")},
+    "call, field weights_dtype: got ''": {"call": CallSpec("", weights_dtype="")},
+    "call, field teacher_dtype: got 'float'": {"call": CallSpec("", teacher_dtype="float")},
+    "call, field index_dtype: got 'int16', expected int32 or int64.": {
+        "call": CallSpec("", index_dtype="int16")
+    },
+    "call, field device: got 'cudaa', expected a type of device without an index, such as cpu or cuda. Did you mean "
+    "'cuda'?": {"call": CallSpec("", device="cudaa")},
+    "call, field device: got 'cuda:0'": {"call": CallSpec("", device="cuda:0")},
+    "device, field type: got 'gpu'": {"call": CallSpec(""), "device": DeviceInfo("gpu", "x")},
     "device, field compute_capability: got 9.0": {
         "call": CallSpec(""),
         "device": DeviceInfo("cuda", "x", 9.0),
