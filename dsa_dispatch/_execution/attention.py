@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from dsa_dispatch._dispatch.check import Legalization
 from dsa_dispatch._dispatch.plan import Plan, StagePlan, plan_of
 from dsa_dispatch._execution.copies import contiguous
 from dsa_dispatch._execution.legalize import legal_ids, pad_channels, pad_heads, pad_query
-from dsa_dispatch._execution.memory import MemoryPlan, plan_memory
+from dsa_dispatch._execution.memory import MemoryPlan, plan_memory, require_budget
 from dsa_dispatch._execution.rows import (
     Chunk,
     copied_key_bytes,
@@ -25,7 +26,12 @@ from dsa_dispatch._execution.rows import (
     take_rows,
 )
 from dsa_dispatch._execution.run import call_stage, opaque, planned_chunks, run_planned
+from dsa_dispatch._stages import Stage
 
+BACKWARD_OF: Final[dict[Stage, Stage]] = {
+    "attention_forward": "attention_backward",
+    "gqa_forward": "gqa_backward",
+}
 OneChunk = Callable[[Chunk], tuple[Tensor, Tensor]]
 
 
@@ -71,11 +77,11 @@ def attention_memory(
     keys: tuple[Tensor, ...],
     indices: Tensor,
     v_channels: int,
-    upstream: tuple[Tensor, ...] = (),
+    upstream: int = 0,
 ) -> MemoryPlan:
     """The transients of one attention stage: ``keys`` are ``(key,)`` or ``(key, value)``.
 
-    ``upstream`` are the output and its gradient, of a backward.
+    ``upstream``: of a backward, the bytes of a row that are copied of the output and its gradient.
     """
     legal = stage.legalization
     batch = query.shape[1]
@@ -109,7 +115,7 @@ def attention_memory(
     if backward:
         value = legal.heads[1] * v_channels * size if padded_heads else 0
         core += [
-            ("output and its gradient", sum(copied_row_bytes(tensor) + value for tensor in upstream)),
+            ("output and its gradient", upstream + 2 * value),
             ("lse", legal.heads[1] * wide if padded_heads else 0),
         ]
         widths = [legal.channels[1], *(key.shape[3] for key in keys[1:])]
@@ -126,6 +132,29 @@ def attention_memory(
         # What has to be sliced or put among other items is copied in one piece too.
         handed_over=() if batch > 1 or sliced else (returned,),
     )
+
+
+def attention_memories(
+    plan: Plan, stage: StagePlan, query: Tensor, keys: tuple[Tensor, ...], indices: Tensor, v_channels: int
+) -> tuple[MemoryPlan, ...]:
+    """Of a forward and, where one is planned, of its backward: a budget too small for it is refused before the forward
+    has run.
+
+    The gradient is not known yet. That of a sum is strided, so a copy of it is counted.
+    """
+    memories = [attention_memory(plan, stage, query, keys, indices, v_channels)]
+    backward = plan.stages.get(BACKWARD_OF[stage.stage])
+    if backward is not None:
+        row = query.shape[2] * v_channels * query.element_size()
+        copies = 1 if query.shape[1] == 1 else 2
+        memories.append(
+            attention_memory(plan, backward, query, keys, indices, v_channels, upstream=row * copies)
+        )
+    return tuple(memories)
+
+
+def copied_upstream(out: Tensor, dout: Tensor) -> int:
+    return copied_row_bytes(out) + copied_row_bytes(dout)
 
 
 @opaque
@@ -161,10 +190,8 @@ def _forward(
     legal = stage.legalization
     heads = query.shape[2]
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, (key,), indices, v_channels)
-    if "attention_backward" in plan.stages:
-        # A budget below a row of the backward is refused now, not after the forward has run.
-        attention_memory(plan, plan.stage("attention_backward"), query, (key,), indices, v_channels)
+    memory, *backward = attention_memories(plan, stage, query, (key,), indices, v_channels)
+    require_budget(memory, *backward)
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)
 
     def one(chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -249,7 +276,8 @@ def _backward(
     legal = stage.legalization
     _, _, heads, channels = query.shape
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, (key,), indices, v_channels, (out, dout))
+    memory = attention_memory(plan, stage, query, (key,), indices, v_channels, copied_upstream(out, dout))
+    require_budget(memory)
     kv = pad_channels(flatten_keys(key[:, :, 0]), legal)
     wide = accumulation_dtype(query.dtype)
     dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device) if need_dkv else None

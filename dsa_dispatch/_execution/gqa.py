@@ -9,7 +9,9 @@ from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.plan import Plan, plan_of
 from dsa_dispatch._execution.attention import (
     assemble,
+    attention_memories,
     attention_memory,
+    copied_upstream,
     empty_outputs,
     ids_of_chunk,
     key_gradient,
@@ -19,6 +21,7 @@ from dsa_dispatch._execution.attention import (
     zeros,
 )
 from dsa_dispatch._execution.legalize import pad_channels, pad_query
+from dsa_dispatch._execution.memory import require_budget
 from dsa_dispatch._execution.rows import Chunk, flatten_keys, take_rows
 from dsa_dispatch._execution.run import call_stage, opaque, planned_chunks, run_planned
 
@@ -57,10 +60,8 @@ def _forward(
     stage = plan.stage("gqa_forward")
     legal = stage.legalization
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, (key, value), indices, v_channels)
-    if "gqa_backward" in plan.stages:
-        # As in the absorbed forward: refused now, not after it has run.
-        attention_memory(plan, plan.stage("gqa_backward"), query, (key, value), indices, v_channels)
+    memory, *backward = attention_memories(plan, stage, query, (key, value), indices, v_channels)
+    require_budget(memory, *backward)
     k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
 
     def one(chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,9 @@ def _backward(
     legal = stage.legalization
     _, _, heads, channels = query.shape
     layout = row_layout(query, key)
-    memory = attention_memory(plan, stage, query, (key, value), indices, value.shape[3], (out, dout))
+    upstream = copied_upstream(out, dout)
+    memory = attention_memory(plan, stage, query, (key, value), indices, value.shape[3], upstream)
+    require_budget(memory)
     k, v = pad_channels(flatten_keys(key), legal), flatten_keys(value)
     wide = accumulation_dtype(query.dtype)
     sum_k = torch.zeros(k.shape, dtype=wide, device=k.device) if need[1] else None

@@ -15,7 +15,7 @@ from dsa_dispatch._execution.legalize import (
     pad_query,
     trim_columns,
 )
-from dsa_dispatch._execution.memory import MemoryPlan, plan_memory
+from dsa_dispatch._execution.memory import MemoryPlan, plan_memory, require_budget
 from dsa_dispatch._execution.rows import (
     Chunk,
     flatten_keys,
@@ -146,6 +146,7 @@ class _Loss:
         if not (q.numel() and k.numel() and self.query.numel() and columns):
             return q.new_zeros((), dtype=wide), factor, dq, dk, dw
         memory = loss_memory(self.plan, q, k, self.query, columns, block_size)
+        require_budget(memory)
         legal = self.plan.stage("indexer_loss").legalization
         self.flat_k = pad_channels(flatten_keys(k), legal)
         self.flat_key = pad_channels(

@@ -29,6 +29,10 @@ class MemoryPlan:
     fixed: tuple[tuple[str, int], ...]
     bound: str
     """What decided the chunk, for whoever asks why a call ran in pieces or in one."""
+    budget: int
+    """What the settings allow."""
+    smallest_budget: int
+    """The least that would do: of one row at a time, or of the whole call in one piece where that costs less."""
 
     @property
     def chunked(self) -> bool:
@@ -62,7 +66,7 @@ def plan_memory(
     ``handed_over`` is what the stage returns per row: a transient of each chunk, and of a call in one piece the result
     itself.
 
-    Raises ``ConfigError`` when one row does not fit the budget.
+    A chunk is at least one row, whether it fits or not: ``require_budget`` refuses.
     """
     if plan.excluded:
         # Replanned after a run-time decline: it has the id of the plan it stands in for, but other stages.
@@ -108,20 +112,37 @@ def _plan_memory(
         whole += [(f"{stage.stage}: {name}", size) for name, size in scratch.fixed]
     total = layout.batch * layout.rows
     budget = plan.options.memory_budget
-    in_one_piece = _bytes(per_row) * total
+    smallest = _smallest_budget(plan, _bytes(per_row), _bytes(handed_over), total, block_size)
     chunk, bound = _chunk(plan, total, _affordable(budget, per_row, total), block_size)
     if chunk < total:
         per_row += handed_over
         chunk, bound = _chunk(plan, total, _affordable(budget, per_row, total), block_size)
-    row_bytes = _bytes(per_row)
-    if row_bytes > budget:
-        costs = ", ".join(f"{name} {size}" for name, size in sorted(per_row, key=lambda entry: -entry[1]))
-        where = " and ".join(f"{stage.stage} on {stage.backend}" for stage in stages)
-        raise ConfigError(
-            f"memory_budget: got {budget} bytes, but one row of {where} needs {row_bytes} bytes ({costs}). "
-            f"Set memory_budget to at least {min(row_bytes, in_one_piece)}."
-        )
-    return MemoryPlan(stages, total, chunk, tuple(per_row), tuple(whole), bound)
+    return MemoryPlan(stages, total, chunk, tuple(per_row), tuple(whole), bound, budget, smallest)
+
+
+def _smallest_budget(plan: Plan, row: int, handed_over: int, total: int, block_size: int | None) -> int:
+    """The least budget that a call is not refused with. What a stage hands over is a transient of a chunk only, so few
+    rows may cost less in one piece, unless a setting cuts them whatever the budget."""
+    sizes = [size for size in (plan.query_chunk, block_size) if isinstance(size, int)]
+    if min(sizes, default=total) < total:
+        return row + handed_over
+    if plan.query_chunk == "off":
+        return row
+    return min(row + handed_over, row * total)
+
+
+def require_budget(*memories: MemoryPlan) -> None:
+    """Raise ``ConfigError`` where the budget does not do for all of them; it names what does, so that whoever sets it
+    is not refused by the next one."""
+    if all(memory.smallest_budget <= memory.budget for memory in memories):
+        return
+    most = max(memories, key=lambda memory: memory.smallest_budget)
+    costs = ", ".join(f"{name} {size}" for name, size in sorted(most.per_row, key=lambda entry: -entry[1]))
+    where = " and ".join(f"{stage.stage} on {stage.backend}" for stage in most.stages)
+    raise ConfigError(
+        f"memory_budget: got {most.budget} bytes, but one row of {where} needs {most.row_bytes} bytes ({costs}). "
+        f"Set memory_budget to at least {most.smallest_budget}."
+    )
 
 
 def _bytes(parts: Sequence[tuple[str, int]]) -> int:

@@ -9,7 +9,7 @@ from dsa_dispatch._call import RowLayout
 from dsa_dispatch._contract import accumulation_dtype
 from dsa_dispatch._dispatch.plan import Plan, plan_of
 from dsa_dispatch._execution.legalize import pad_channels, pad_heads, pad_query, trim_columns
-from dsa_dispatch._execution.memory import MemoryPlan, plan_memory
+from dsa_dispatch._execution.memory import MemoryPlan, plan_memory, require_budget
 from dsa_dispatch._execution.rows import (
     copied_key_bytes,
     copied_row_bytes,
@@ -105,6 +105,7 @@ def _select(
     stage = plan.stage("indexer_topk")
     legal = stage.legalization
     memory = topk_memory(plan, q, k, weights, topk, block_size)
+    require_budget(memory)
     layout = indexer_layout(plan, q, k, causal=starts is None)
     flat_k = pad_channels(flatten_keys(k), legal)
     first, last = global_bounds(starts, ends, rows, batch, keys, q.device)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from dsa_dispatch._contract import accumulation_dtype
+from dsa_dispatch._execution.memory import MemoryPlan
 from dsa_dispatch._operations import library
 from dsa_dispatch._operations import validate as check
 from dsa_dispatch._operations.attention import decide_attention
-from dsa_dispatch._operations.indexer import check_selection, decide_with_loss, select
+from dsa_dispatch._operations.budget import memories_of_attention, naming_what_does
+from dsa_dispatch._operations.indexer import check_selection, decide_selection, decide_with_loss
 from dsa_dispatch.errors import InvalidInputError
 
 OPERATION = "run_fused_dsa_attention"
@@ -103,6 +105,11 @@ def run_fused_dsa_attention(
     # All decisions before anything runs: a missing backend is reported without side effects.
     attend = _decide_attention(config, query, key, up_v_weight, topk, extras)
     assert up_v_weight is not None
+    v_channels = up_v_weight.shape[2]
+
+    def attention() -> tuple[MemoryPlan, ...]:
+        return memories_of_attention(attend, query, key, topk, v_channels)
+
     if coefficient > 0:
         both = decide_with_loss(
             OPERATION,
@@ -126,12 +133,16 @@ def run_fused_dsa_attention(
             sparse_loss=sparse_loss,
             extras=extras,
         )
-        indices, length = both.select()
-        # Before the loss, whose teacher is this attention: its lse saves the target a pass over the keys.
-        out, lse = library.attention_forward(query, key, indices, length, scale, up_v_weight.shape[2], attend)
-        loss = both.loss(indices, length, lse)
+
+        def with_loss() -> tuple[Tensor, Tensor]:
+            indices, length = both.select()
+            # Before the loss, whose teacher is this attention: its lse saves the target a pass over the keys.
+            out, lse = library.attention_forward(query, key, indices, length, scale, v_channels, attend)
+            return out, both.loss(indices, length, lse)
+
+        out, loss = naming_what_does(with_loss, lambda: (*both.memories(), *attention()))
     else:
-        indices, length = select(
+        selection = decide_selection(
             OPERATION,
             config,
             q_indexer,
@@ -146,8 +157,14 @@ def run_fused_dsa_attention(
             cp_size=cp_size,
             extras=extras,
         )
-        loss = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
-        out, _ = library.attention_forward(query, key, indices, length, scale, up_v_weight.shape[2], attend)
+
+        def without_loss() -> tuple[Tensor, Tensor]:
+            indices, length = selection.run()
+            loss = query.new_zeros((), dtype=accumulation_dtype(query.dtype))
+            out, _ = library.attention_forward(query, key, indices, length, scale, v_channels, attend)
+            return out, loss
+
+        out, loss = naming_what_does(without_loss, lambda: (selection.memory(), *attention()))
     return _project_up(out, up_v_weight), loss
 
 

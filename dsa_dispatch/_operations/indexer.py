@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dsa_dispatch._dispatch.table import Request
+from dsa_dispatch._execution.memory import MemoryPlan
 from dsa_dispatch._operations import library
 from dsa_dispatch._operations import validate as check
+from dsa_dispatch._operations.budget import memory_of_loss, memory_of_topk, naming_what_does
 from dsa_dispatch._policy.config import explicit_text
 
 
@@ -96,7 +98,7 @@ def run_fused_qk_topk(
     serve.
     """
     topk = check_selection(q, k, weights, index_topk, starts, ends, block_size, packed_seq_params, cp_size)
-    return select(
+    return decide_selection(
         "run_fused_qk_topk",
         config,
         q,
@@ -109,7 +111,7 @@ def run_fused_qk_topk(
         use_relu=use_relu,
         packed_seq_params=packed_seq_params,
         cp_size=cp_size,
-    )
+    ).run()
 
 
 def check_selection(
@@ -133,7 +135,29 @@ def check_selection(
     return check.check_count(names.topk, index_topk)
 
 
-def select(
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """A selection, decided and not yet run."""
+
+    indexer: tuple[Tensor, Tensor, Tensor]
+    bounds: tuple[Tensor | None, Tensor | None]
+    topk: int
+    block_size: int | None
+    use_relu: bool
+    plan: Tensor
+
+    def run(self) -> TopK:
+        return TopK(
+            *library.indexer_topk(
+                *self.indexer, *self.bounds, self.topk, self.use_relu, self.block_size, self.plan
+            )
+        )
+
+    def memory(self) -> MemoryPlan:
+        return memory_of_topk(self.plan, *self.indexer, self.topk, self.block_size)
+
+
+def decide_selection(
     operation: str,
     config: object,
     q: Tensor,
@@ -148,12 +172,12 @@ def select(
     packed_seq_params: object,
     cp_size: int,
     extras: str = "",
-) -> TopK:
+) -> Selection:
     """The selection of arguments that were checked."""
     request = request_of("topk", operation, topk, use_relu, starts, packed_seq_params, cp_size, extras=extras)
     q, k, weights = q.detach(), k.detach(), weights.detach()
     plan = library.decide([q, k, weights], request, [], explicit_text(config))
-    return TopK(*library.indexer_topk(q, k, weights, starts, ends, topk, bool(use_relu), block_size, plan))
+    return Selection((q, k, weights), (starts, ends), topk, block_size, bool(use_relu), plan)
 
 
 def run_fused_qk_topk_with_loss(
@@ -215,8 +239,12 @@ def run_fused_qk_topk_with_loss(
         cp_size=cp_size,
         sparse_loss=sparse_loss,
     )
-    indices, length = both.select()
-    return TopKWithLoss(indices, length, both.loss(indices, length, None))
+
+    def run() -> TopKWithLoss:
+        indices, length = both.select()
+        return TopKWithLoss(indices, length, both.loss(indices, length, None))
+
+    return naming_what_does(run, both.memories)
 
 
 def decide_with_loss(
@@ -254,9 +282,13 @@ def decide_with_loss(
     loss_plan = library.decide(
         [*plain, query, key], request_of("loss", operation, *arguments), list(need), policy
     )
+    q_plain, k_plain, weights_plain = plain
+    selection = Selection(
+        (q_plain, k_plain, weights_plain), (starts, ends), topk, block_size, bool(use_relu), selection_plan
+    )
     return SelectionWithLoss(
-        (q, k, weights), (query, key), (starts, ends), topk, block_size, valid, scale, coefficient,
-        bool(per_token), bool(use_relu), bool(sparse_loss), need, selection_plan, loss_plan,
+        selection, (q, k, weights), (query, key), valid, scale, coefficient,
+        bool(per_token), bool(sparse_loss), need, loss_plan,
     )  # fmt: skip
 
 
@@ -264,36 +296,35 @@ def decide_with_loss(
 class SelectionWithLoss:
     """A selection and its loss, decided and not yet run; ``valid [b, sq]`` bool."""
 
+    selection: Selection
     indexer: tuple[Tensor, Tensor, Tensor]
     teacher: tuple[Tensor, Tensor]
-    bounds: tuple[Tensor | None, Tensor | None]
-    topk: int
-    block_size: int | None
     valid: Tensor | None
     scale: float
     coefficient: float
     per_token: bool
-    use_relu: bool
     sparse_loss: bool
     need: tuple[bool, bool, bool]
-    selection_plan: Tensor
     loss_plan: Tensor
 
     def select(self) -> TopK:
-        plain = (tensor.detach() for tensor in self.indexer)
-        return TopK(
-            *library.indexer_topk(
-                *plain, *self.bounds, self.topk, self.use_relu, self.block_size, self.selection_plan
-            )
-        )
+        return self.selection.run()
+
+    def memories(self) -> tuple[MemoryPlan, MemoryPlan]:
+        q, k, _ = self.indexer
+        columns = self.selection.topk if self.sparse_loss else k.shape[0]
+        block_size = self.selection.block_size
+        loss = memory_of_loss(self.loss_plan, q, k, self.teacher[0], columns, block_size)
+        return self.selection.memory(), loss
 
     def loss(self, indices: Tensor, length: Tensor, lse: Tensor | None) -> Tensor:
         """``lse [b, sq, h]`` of the teacher's attention over the selection, where it has been computed already."""
         support = (indices, length, lse) if self.sparse_loss else (None, None, None)
         link = link_to(*self.indexer) if any(self.need) else None
         loss, *_ = library.indexer_loss(
-            *self.indexer, *self.teacher, *support, *self.bounds, self.valid, self.scale, self.coefficient,
-            self.per_token, self.use_relu, *self.need, self.block_size, link, self.loss_plan,
+            *self.indexer, *self.teacher, *support, *self.selection.bounds, self.valid, self.scale,
+            self.coefficient, self.per_token, self.selection.use_relu, *self.need, self.selection.block_size, link,
+            self.loss_plan,
         )  # fmt: skip
         result: Tensor = loss
         return result

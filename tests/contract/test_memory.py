@@ -27,7 +27,6 @@ from dsa_dispatch._execution import attention as attention_module
 from dsa_dispatch._execution import loss as loss_module
 from dsa_dispatch._execution import memory
 from dsa_dispatch._execution import topk as topk_module
-from dsa_dispatch.errors import ConfigError
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 from dsa_dispatch.testing.fakes import reference_capability
 
@@ -273,43 +272,3 @@ def test_loss(backend, batch, dtype, ids_dtype, strided, sparse):
         return [*result, *(torch.empty(tensor.shape, dtype=accumulation_dtype(dtype)) for tensor in leaves)]
 
     within(run, kept)
-
-
-def small_calls():
-    query, key = make.normal(4, 1, 2, 8), make.normal(9, 1, 1, 8, seed=1)
-    q, k, w = make.normal(4, 1, 2, 8), make.normal(9, 1, 8, seed=1), make.normal(4, 1, 2, seed=2)
-    ids = make.ids(1, 4, 3, 9)
-    return {
-        "attention_forward": lambda: run_fused_absorbed_sparse_attention(None, query, key, ids, 0.1, 4),
-        "gqa_forward": lambda: run_fused_gqa_sparse_attention(None, query, key, key, ids, 0.1),
-        "indexer_topk": lambda: run_fused_qk_topk(None, q, k, w, 3),
-    }
-
-
-@pytest.mark.parametrize("stage", small_calls())
-def test_a_budget_too_small_for_one_row_names_the_bytes_that_would_do(stage):
-    call = small_calls()[stage]
-    with use_backend("torch_dense", memory_budget=10), pytest.raises(ConfigError) as caught:
-        call()
-    text = str(caught.value)
-    assert f"memory_budget: got 10 bytes, but one row of {stage} on torch_dense needs" in text
-    needed = int(text.rpartition("memory_budget to at least ")[2].rstrip("."))
-    with use_backend("torch_dense", memory_budget=needed - 1), pytest.raises(ConfigError):
-        call()
-    with use_backend("torch_dense", memory_budget=needed), recorded_plans() as plans:
-        call()
-    assert plans[0].chunk == 1
-
-
-def test_a_backward_that_does_not_fit_says_so():
-    query, key = make.normal(4, 1, 2, 8, grad=True), make.normal(9, 1, 1, 8, seed=1)
-    for budget in range(100, 20_000, 100):
-        with use_backend("torch_dense", memory_budget=budget):
-            try:
-                out = run_fused_absorbed_sparse_attention(None, query, key, make.ids(1, 4, 3, 9), 0.1, 4)
-            except ConfigError:
-                continue
-            with pytest.raises(ConfigError, match="one row of attention_backward on torch_dense needs"):
-                out.sum().backward()
-            return
-    raise AssertionError("no budget served the forward")
