@@ -186,10 +186,12 @@ def _shape_declines(capability: Capability, stage: Stage, call: CallSpec) -> Ite
     if capability.channels.fit(shapes.qk_channels, shapes.v_channels) is None:
         got = str(shapes.qk_channels)
         got += f"/{shapes.v_channels}" if shapes.v_channels is not None else ""
-        yield Decline(DeclineCode.CHANNELS, shapes.channels_name, got, str(capability.channels))
+        hint = _channels_hint(capability, stage, shapes)
+        yield Decline(DeclineCode.CHANNELS, shapes.channels_name, got, str(capability.channels), hint)
     width = _width_rule(capability, stage)
     if has_width(stage, call) and width.fit(call.width) is None:
-        yield Decline(DeclineCode.INDEX_WIDTH, shapes.width_name, str(call.width), str(width))
+        hint = _width_hint(width, stage, call.width)
+        yield Decline(DeclineCode.INDEX_WIDTH, shapes.width_name, str(call.width), str(width), hint)
     if stage in INDEXER_STAGES:
         if call.weights_dtype not in capability.weights_dtypes:
             yield Decline(
@@ -217,6 +219,25 @@ def _tensor_parallel_hint(capability: Capability, stage: Stage, call: CallSpec) 
         if keys_fit and _heads_fit(capability.heads, stage, call.heads // ranks):
             return f"Use tensor parallel {ranks} ({call.heads // ranks} heads a rank) or another backend."
     return "Use another backend."
+
+
+def _channels_hint(capability: Capability, stage: Stage, shapes: Shapes) -> str:
+    """Zero channels change no score: scale and weights are given, and an absorbed value keeps its prefix."""
+    wider = replace(capability.channels, pad=True).fit(shapes.qk_channels, shapes.v_channels)
+    if wider is None:
+        return "Use another backend."
+    both = "q and k" if stage in INDEXER_STAGES else "query and key"
+    return f"Append zero channels to {both} up to {wider}, or use another backend."
+
+
+def _width_hint(width: IndexWidth, stage: Stage, found: int) -> str:
+    """A slot of -1 is no key, so a given selection may be widened; a wider ``index_topk`` selects more keys."""
+    wider = replace(width, pad=True).fit(found)
+    if wider is None:
+        return "Use another backend."
+    if stage in INDEXED_STAGES:
+        return f"Append -1 to topk_indices up to {wider} columns, or use another backend."
+    return f"Select {wider} keys a row, or use another backend."
 
 
 def _layout_declines(capability: Capability, stage: Stage, call: CallSpec) -> Iterator[Decline]:

@@ -26,7 +26,9 @@ class Stats:
     misses: Mapping[str, int]
     """Operation to how often a decision was not found in the table."""
     chunking: Mapping[tuple[str, str], int]
-    """(stage, ``"used"`` or ``"declined"``) to how many calls ran in several query chunks, or in one piece."""
+    """(stage, outcome) to how many calls: ``"used"`` ran in several query chunks; ``"declined"`` ran in one piece,
+    since no memory_budget, query_chunk or block_size asked for less (no backend declined anything). The log says at
+    INFO, once per stage and outcome, which setting decided."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):

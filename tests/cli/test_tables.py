@@ -11,6 +11,7 @@ from conformance import faults
 
 import dsa_dispatch as dsa
 from dsa_dispatch._cli.matrix import PAGE
+from dsa_dispatch._registry import packages
 from dsa_dispatch._stages import STAGES
 from dsa_dispatch.testing import FakeBackend, isolated_registry
 
@@ -108,6 +109,15 @@ def test_list_shows_who_is_registered_and_what_is_missing():
     for line in (f"elsewhere: {entries['elsewhere']['missing'][0]}", "  pip install 'nobody-has-this>=2'"):
         assert line in shown.stdout.splitlines(), "one line each, to be copied"
     assert "quickstart" in document["presets"]
+
+
+def test_each_backend_of_ours_that_needs_packages_is_installed_by_a_command(monkeypatch, registry):
+    monkeypatch.setattr(packages, "_found", lambda distribution, module: (False, ""))
+    entries = json.loads(invoke("list", "--json").stdout)["backends"]
+    absent = {entry["name"]: entry["install"] for entry in entries if not entry["installed"]}
+    assert {"triton", "tilelang", "cudnn", "flashmla"} <= absent.keys()
+    for name, install in absent.items():
+        assert install[0].startswith("pip install "), name
 
 
 def test_list_and_doctor_name_the_plugins_that_have_a_part_in_decisions(registry):

@@ -37,6 +37,9 @@ SCORE_ERROR: Final = 2.0**-15
 """Relative to the sum of |w q k|: 128 products in 8 steps of a tensor core, which truncates to about 22 bits, the
 weighting, and a sum of 128 heads in fp32 stay below (8 * 2**-22 + 130 * 2**-24)."""
 
+_VERSIONS: Final = ">=3.6,<3.10"
+_HINT: Final = f"pip install 'triton{_VERSIONS}', or PyTorch's CUDA wheel, which brings its own."
+
 VALUE_WIDTHS: Final = (64, 128, 256, 512)
 TAIL_WIDTHS: Final = (0, 16, 32, 48, 64)
 PAIRS: Final = tuple((value + tail, value) for value in VALUE_WIDTHS for tail in TAIL_WIDTHS)
@@ -106,7 +109,7 @@ _HERE: Final = "dsa_backends.triton_kernels"
 SPEC: Final = BackendSpec(
     name="triton",
     rank=20,
-    packages=(Requirement("triton", "triton", ">=3.6,<3.10", "It comes with PyTorch's CUDA wheels."),),
+    packages=(Requirement("triton", "triton", _VERSIONS, _HINT),),
     doc="Portable Triton kernels: any head count and index width, holes anywhere, memory linear in the rows.",
     stages={
         "indexer_topk": StageSpec(
