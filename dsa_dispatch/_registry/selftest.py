@@ -26,11 +26,6 @@ STALE: Final = 1.0
 """What accumulators hold before a call, since a stage adds to what an earlier chunk left there."""
 
 
-def run(function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device) -> None:
-    """``reason_left_out``, of a stage that is known to be tested."""
-    reason_left_out(function, capability, stage, device)
-
-
 def reason_left_out(
     function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device
 ) -> str:

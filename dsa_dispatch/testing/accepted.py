@@ -13,12 +13,13 @@ from dsa_dispatch._dispatch.check import INDEXED_STAGES, INDEXER_STAGES, largest
 from dsa_dispatch._stages import BACKWARD_STAGES, Stage
 from dsa_dispatch.testing.cases import (
     Accepted,
-    base_call,
+    call_of,
     with_channels,
     with_heads,
 )
 from dsa_dispatch.testing.extent import FULL, Extent
 from dsa_dispatch.testing.sizes import (
+    Sizes,
     channel_pairs,
     head_counts,
     is_grouped,
@@ -33,12 +34,31 @@ T = TypeVar("T")
 
 
 def accepted_calls(
-    capability: Capability, stage: Stage, device: str, extent: Extent = FULL
+    capability: Capability, stage: Stage, device: str, extent: Extent = FULL, sizes: Sizes | None = None
 ) -> Iterator[Accepted]:
-    """One call for every declared value, each different from the base in that value alone."""
-    for case in _accepted(capability, stage, base_call(capability, stage, device, extent), extent):
+    """One call for every declared value, each different from the base, of these ``sizes``, in that value alone."""
+    sizes = sizes or native_sizes(capability, stage, extent)
+    for case in _accepted(capability, stage, call_of(capability, stage, device, sizes), sizes, extent):
         if case.label == "base" or _within_limits(capability, stage, case.call):
-            yield dataclasses.replace(case, runs=case.runs and _can_be_asked(stage, case.call))
+            runs = case.runs and _can_be_asked(stage, case.call)
+            yield dataclasses.replace(case, runs=runs and _elements(stage, case.call) <= extent.most_elements)
+
+
+def _elements(stage: Stage, call: CallSpec) -> int:
+    """Of the largest tensor that the formulas make for it."""
+    if stage in INDEXER_STAGES:
+        heads, channels = call.index_heads, call.index_channels
+    else:
+        heads, channels = call.heads, max(call.qk_channels, call.v_channels)
+    every_key = stage == "indexer_topk" or (
+        stage in ("indexer_target", "indexer_loss") and not call.sparse_loss
+    )
+    slots = call.batch * call.rows * (call.batch * call.keys if every_key else call.width)
+    return max(
+        call.batch * call.keys * call.kv_heads * channels,
+        call.batch * call.rows * heads * channels,
+        slots * max(heads, call.kv_heads * channels),
+    )
 
 
 def _within_limits(capability: Capability, stage: Stage, call: CallSpec) -> bool:
@@ -59,7 +79,9 @@ def _can_be_asked(stage: Stage, call: CallSpec) -> bool:
     return call.context_parallel != "contiguous" and (plain or call.bounds == "ranges")
 
 
-def _accepted(capability: Capability, stage: Stage, base: CallSpec, extent: Extent) -> Iterator[Accepted]:
+def _accepted(
+    capability: Capability, stage: Stage, base: CallSpec, sizes: Sizes, extent: Extent
+) -> Iterator[Accepted]:
     def vary(label: str, runs: bool = True, **changes: Any) -> Accepted:
         return Accepted(label, dataclasses.replace(base, **changes), runs)
 
@@ -87,7 +109,6 @@ def _accepted(capability: Capability, stage: Stage, base: CallSpec, extent: Exte
             yield vary(f"context parallel {kind}", context_parallel=kind)
     else:
         yield vary("ids int64", index_dtype="int64")
-    sizes = native_sizes(capability, stage, extent)
     two = several_items(capability, sizes, sizes.rows)
     if two.batch == 2:
         yield vary("batch 2", batch=2, rows=two.rows, keys=two.keys)
@@ -98,7 +119,7 @@ def _accepted(capability: Capability, stage: Stage, base: CallSpec, extent: Exte
             yield vary(f"gradient of {name} alone", needs_grad=frozenset({name}))
     for name, limit in (("rows", capability.max_rows), ("keys", capability.max_keys)):
         if limit is not None:
-            yield vary(f"{name} {limit}", runs=limit <= extent.largest_width, **{name: limit})
+            yield vary(f"{name} {limit}", runs=limit <= extent.largest_count, **{name: limit})
 
 
 def spread(values: Sequence[T], most: int | None) -> set[T]:

@@ -7,29 +7,20 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from dsa_dispatch._capability import Capability
 from dsa_dispatch.testing.judge import same
 from dsa_dispatch.testing.operands import Ids, Subject, make
-from dsa_dispatch.testing.sizes import Sizes, widths, within_limits
+from dsa_dispatch.testing.sizes import Sizes, coarsest_dtype, widths, within_limits
 from dsa_dispatch.testing.stage_run import judge_stage, run_stage
 
 AMPLIFIED = 30.0
 
 
-def coarsest_dtype(capability: Capability) -> str:
-    """The declared type in which a sum of that type shows most."""
-    return next(name for name in ("bfloat16", "float16", "float32", "float64") if name in capability.dtypes)
-
-
-def large_scores(subject: Subject, dtype: str | None = None) -> None:
+def large_scores(subject: Subject) -> None:
     """Scores of a hundred and more, where a softmax is one key or two: here two, since gradients of a single one
-    cancel and would show nothing but rounding.
-
-    A declared ``gradient_error`` is a bound: ``dtype`` is then also the type in which errors are largest.
-    """
+    cancel and would show nothing but rounding."""
     sizes = subject.sizes
     sizes = dataclasses.replace(sizes, keys=min(sizes.keys, max(sizes.width, 2)))
-    operands = make(subject, sizes=sizes, dtype=dtype, amplify=AMPLIFIED, adjust=_tie_in_pairs)
+    operands = make(subject, sizes=sizes, amplify=AMPLIFIED, adjust=_tie_in_pairs)
     claim = f"queries scaled by {AMPLIFIED:g} stay accurate (subtract the maximum)"
     judge_stage(subject, claim, operands)
 

@@ -23,8 +23,8 @@ from dsa_dispatch.testing.cases import Accepted, Declined
 from dsa_dispatch.testing.judge import ConformanceError, DeclinedHere, compare
 from dsa_dispatch.testing.operands import Ids, exact_results, scale_for
 from dsa_dispatch.testing.ran import assert_backend_ran
+from dsa_dispatch.testing.rounding import allowances
 from dsa_dispatch.testing.selection import Scores, check_close, check_form
-from dsa_dispatch.testing.stage_run import allowances
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ The boundaries are worked out here a second time, from the fields and not with `
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,20 @@ from typing import Any
 from dsa_dispatch._call import CallSpec, DeviceInfo
 from dsa_dispatch._capability import FLOATS, Capability, Heads
 from dsa_dispatch._decline import DeclineCode
-from dsa_dispatch._dispatch.check import INDEXED_STAGES, INDEXER_STAGES, largest_operand
+from dsa_dispatch._dispatch.check import INDEXED_STAGES, INDEXER_STAGES, declines, largest_operand
 from dsa_dispatch._stages import BACKWARD_STAGES, OPERATION_OF, Stage
 from dsa_dispatch.testing.extent import FULL, Extent
 from dsa_dispatch.testing.sizes import (
     Sizes,
+    admits,
+    channel_pairs,
     head_counts,
     is_grouped,
     native_sizes,
     pads_width,
     plainest,
     preferred_dtype,
+    widths,
 )
 
 
@@ -50,6 +54,38 @@ class Declined:
 def base_call(capability: Capability, stage: Stage, device: str, extent: Extent = FULL) -> CallSpec:
     """The plainest call the stage declares."""
     return call_of(capability, stage, device, native_sizes(capability, stage, extent))
+
+
+def sizes_served(capability: Capability, stage: Stage, device: DeviceInfo, extent: Extent) -> Sizes | None:
+    """Sizes of a plain call that a rule, ``extra_check``, does not decline; None where none of those tried is."""
+    native = native_sizes(capability, stage, extent)
+
+    def served(sizes: Sizes) -> bool:
+        return admits(capability, sizes) and not declines(
+            capability, stage, call_of(capability, stage, device.type, sizes), device
+        )
+
+    return next(filter(served, _near(capability, stage, native)), None)
+
+
+def _near(capability: Capability, stage: Stage, native: Sizes) -> Iterator[Sizes]:
+    """The native sizes, then other declared ones, the small ones first."""
+    yield native
+    if capability.extra_check is None:
+        return
+    counts = head_counts(capability.heads, native.kv_heads)
+    heads = dict.fromkeys((native.heads, *counts[:4], *(count for count in (16, 64, 128) if count in counts)))
+    possible = widths(capability.width)
+    wide = dict.fromkeys(
+        (native.width, *possible[:2], *(width for width in (16, 64, 128, 512, 2048) if width in possible))
+    )
+    pairs = channel_pairs(capability.channels, stage in INDEXER_STAGES)
+    if capability.channels.pairs is None:
+        pairs += [(64, 64), (128, 128), (512, 512), (576, 512)]
+    rows = dict.fromkeys((native.rows, 1, 2, 4, 8, 16, 64))
+    for (qk, v), width, count, some in itertools.product(pairs, wide, heads, rows):
+        for keys in dict.fromkeys((width + 5, width, -(-(width + 5) // 64) * 64)):
+            yield dataclasses.replace(native, heads=count, qk=qk, v=v, width=width, rows=some, keys=keys)
 
 
 def call_of(capability: Capability, stage: Stage, device: str, sizes: Sizes) -> CallSpec:

@@ -11,20 +11,29 @@ import torch
 from torch import Tensor
 
 from dsa_dispatch._contract import accumulation_dtype
-from dsa_dispatch._dispatch.check import INDEXED_STAGES
+from dsa_dispatch._stages import BACKWARD_STAGES
 from dsa_dispatch.testing import accuracy, dense
 from dsa_dispatch.testing.dense import in_chunks
 from dsa_dispatch.testing.guards import GuardedAllocations
-from dsa_dispatch.testing.judge import ConformanceError, bits, compare, same, unchanged
-from dsa_dispatch.testing.operands import ACCUMULATORS, Operands, Subject, exact_results, make
+from dsa_dispatch.testing.judge import ConformanceError, Faults, bits, compare, same, unchanged
+from dsa_dispatch.testing.operands import (
+    ACCUMULATORS,
+    Operands,
+    Subject,
+    clean_ids,
+    exact_results,
+    make,
+)
 from dsa_dispatch.testing.sizes import Sizes, several_items
 from dsa_dispatch.testing.slots import (
     doubled,
     duplicates,
     empty_rows,
     holes,
+    outside,
     outside_ids,
     past_length,
+    past_length_ids,
     some_empty,
 )
 from dsa_dispatch.testing.stage_run import judge_results, judge_stage, lse_faults, run_stage
@@ -87,17 +96,47 @@ def guards(subject: Subject) -> None:
 
 
 def unmodified(subject: Subject) -> None:
-    operands = make(subject, ids=doubled)
-    handed = {name: tensor for name, tensor in operands.given.items() if tensor is not None}
-    copies = {name: tensor.clone() for name, tensor in handed.items()}
-    run_stage(subject, operands)
-    changed = [name for name, tensor in handed.items() if not torch.equal(bits(tensor), bits(copies[name]))]
-    if changed:
-        raise ConformanceError(f"inputs are not modified: it changed {', '.join(changed)}")
+    """In every form a call can have, since each may be another path of a kernel; and the random state, which dropout
+    elsewhere in a model draws from."""
+    for form, operands in _forms(subject):
+        handed = {name: tensor for name, tensor in operands.given.items() if tensor is not None}
+        copies = {name: tensor.clone() for name, tensor in handed.items()}
+        random = _random_state(subject.device)
+        run_stage(subject, operands)
+        changed = [
+            name for name, tensor in handed.items() if not torch.equal(bits(tensor), bits(copies[name]))
+        ]
+        if changed:
+            raise ConformanceError(f"inputs are not modified: it changed {', '.join(changed)} ({form})")
+        if not torch.equal(random, _random_state(subject.device)):
+            raise ConformanceError(f"the random state of torch is left alone: it changed ({form})")
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _forms(subject: Subject) -> Iterator[tuple[str, Operands]]:
+    capability = subject.capability
+    dense_too = subject.stage in ("indexer_target", "indexer_loss") and "dense" in capability.losses
+    if subject.stage == "indexer_topk":
+        yield "plain", make(subject)
+    elif not dense_too or "sparse" in capability.losses:
+        yield "keys named twice", make(subject, ids=doubled)
+        yield "rows without a key", make(subject, ids=some_empty)
+        if capability.index_form == "any":
+            yield "ids outside the keys", make(subject, ids=outside)
+    if dense_too:
+        for bounds in sorted(capability.bounds):
+            yield f"dense form, {bounds}", make(subject, sparse=False, bounds=bounds)
+    if subject.stage in BACKWARD_STAGES and capability.partial_gradients:
+        yield "without the gradient of the query", make(subject, need={"dq": False})
+    if capability.deterministic and (subject.stage != "indexer_topk" or capability.tie_rule == "lower_index"):
+        yield "deterministic", make(subject, ids=doubled, deterministic=True)
 
 
 def repeatable(subject: Subject) -> None:
-    """The same call again, with a call on NaN and one of other lengths in between."""
+    """The same call again, with one on NaN, one of other lengths and one on other values in between."""
     claim = "results do not depend on earlier calls"
     first = run_stage(subject, make(subject))
     sums = ACCUMULATORS.get(subject.stage, {})
@@ -106,11 +145,13 @@ def repeatable(subject: Subject) -> None:
     run_stage(subject, other)
     sizes = subject.sizes
     run_stage(subject, make(subject, sizes=dataclasses.replace(sizes, rows=1), seed=6))
+    judge_stage(subject, claim, make(subject, seed=7))
     unchanged(claim, first, kept)
     second = run_stage(subject, make(subject))
     same(claim, {name: tensor for name, tensor in first.items() if name not in sums}, second)
-    wanted = {name: tensor for name, tensor in first.items() if name in sums}
-    compare(claim, second, wanted, subject.dtype)
+    # Their order may change from run to run, so that they are equal up to rounding alone.
+    again = make(subject)
+    judge_results(claim, again, {name: tensor for name, tensor in second.items() if name in sums})
 
 
 def chunks(subject: Subject) -> None:
@@ -141,17 +182,28 @@ def _judge_neighbour(subject: Subject, sizes: Sizes) -> None:
     judge_results("results do not depend on the batch neighbour: its NaN came through", operands, mine, own)
 
 
+STRIDED = ("q", "k", "v", "w", "out", "dout", "lse", "mass")
+"""What the core may hand over strided; ids, lengths and bounds it always makes anew."""
+
+
 def strided(subject: Subject) -> None:
-    operands = make(subject)
-    given = dict(operands.given)
-    for name in ("q", "k", "v", "w", "dout"):
-        tensor = given.get(name)
-        if tensor is not None:
-            wide = torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=1)
-            given[name] = wide[:, 0]
-    judge_stage(
-        subject, "tensors may be strided in their first dimension", dataclasses.replace(operands, given=given)
-    )
+    for losses in _loss_forms(subject):
+        operands = make(subject, ids=some_empty, sparse=losses)
+        given = dict(operands.given)
+        for name in STRIDED:
+            tensor = given.get(name)
+            if tensor is not None and tensor.dim() > 1:
+                wide = torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=1)
+                given[name] = wide[:, 0]
+        claim = "tensors may be strided in their first dimension"
+        judge_stage(subject, claim, dataclasses.replace(operands, given=given))
+
+
+def _loss_forms(subject: Subject) -> list[bool | None]:
+    """Whether sparse, for each declared form of a loss; None where there is one form alone."""
+    if subject.stage not in ("indexer_target", "indexer_loss"):
+        return [None]
+    return [kind == "sparse" for kind in sorted(subject.capability.losses)]
 
 
 def unneeded(subject: Subject) -> None:
@@ -173,26 +225,29 @@ def accumulates(subject: Subject) -> None:
     names = list(ACCUMULATORS[subject.stage])
     wanted = {name: operands.exact()[name] for name in names}
     overwritten = {name: wanted[name] - operands.before[name].to("cpu", torch.float64) for name in names}
-    compare(
-        "accumulators are added into, never overwritten",
-        got,
-        wanted,
-        operands.dtype,
-        {f"{' and '.join(names)} overwritten instead of added to": lambda: overwritten},
-        gradient_error=operands.gradient_error,
-    )
+    faults: Faults = {f"{' and '.join(names)} overwritten instead of added to": lambda: overwritten}
+    claim = "accumulators are added into, never overwritten"
+    judge_results(claim, operands, got, wanted, faults=faults)
 
 
 def with_lse(subject: Subject) -> None:
-    operands = make(subject)
+    claim = "values with the lse of the attention given"
+    if "sparse" in subject.capability.losses:
+        for ids in (clean_ids, past_length_ids, some_empty):
+            judge_stage(subject, claim, _lse_given(subject, make(subject, ids=ids)))
+    if "dense" in subject.capability.losses:
+        for bounds in sorted(subject.capability.bounds):
+            operands = make(subject, sparse=False, bounds=bounds, poison=True)
+            judge_stage(subject, f"{claim}, dense form, {bounds}", _lse_given(subject, operands))
+
+
+def _lse_given(subject: Subject, operands: Operands) -> Operands:
     plain = {"q": operands.plain["q"], "k": operands.plain["k"]}
     host = {**operands.host, "v_channels": 1}
     lse = exact_results("attention_forward", plain, operands.ids, host)["lse"]
     kind: torch.dtype = getattr(torch, operands.dtype)
     given = {**operands.given, "lse": lse.to(subject.device, accumulation_dtype(kind))}
-    judge_stage(
-        subject, "values with the lse of the attention given", dataclasses.replace(operands, given=given)
-    )
+    return dataclasses.replace(operands, given=given)
 
 
 def no_synchronisation(subject: Subject) -> None:
@@ -216,19 +271,60 @@ def no_synchronisation(subject: Subject) -> None:
 
 
 def softmax_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The checks that apply to an attention, target or loss stage, with their names."""
-    stage, capability = subject.stage, subject.capability
-    cleaned = capability.index_form == "prefix" and stage in INDEXED_STAGES
-    of_loss = stage in ("indexer_target", "indexer_loss")
+    """The checks that apply to an attention, target or loss stage, with their names: what a stage does, in every type
+    that it declares; where it declares equal bits, on that path too; and the slow ones in two types."""
+    first, *others = subject.in_types()
+    yield from _behaviour(first)
+    for other in others:
+        yield from ((f"{name} {other.dtype}", check) for name, check in _behaviour(other))
+    if subject.capability.deterministic:
+        for one in subject.sharp_and_coarse():
+            held = dataclasses.replace(one, deterministic=True)
+            yield from (
+                (f"deterministic {one.dtype}, {name}", check) for name, check in _deterministic_path(held)
+            )
+    for dtype in sorted(subject.capability.dtypes):
+        yield f"values {dtype}", partial(values, subject, dtype)
+    if ACCUMULATORS.get(subject.stage):
+        yield "many rows on one key", partial(accuracy.many_rows, subject)
+    else:
+        yield "long rows", partial(accuracy.long_rows, subject)
+    if subject.device.type == "cuda" and subject.capability.capture_safe:
+        yield "no synchronisation", partial(no_synchronisation, subject)
+    yield from tile_checks(subject)
 
+
+def _behaviour(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
+    stage, capability = subject.stage, subject.capability
     if stage.endswith("forward"):
         yield "lse", partial(lse, subject)
     if stage == "indexer_target":
         yield "lse given", partial(with_lse, subject)
+    yield from _slot_checks(subject)
+    if stage == "indexer_loss":
+        for kind in sorted(capability.losses):
+            yield f"rows without mass, {kind}", partial(dense.without_mass, subject, kind == "sparse")
+    if ACCUMULATORS.get(stage):
+        yield "accumulators", partial(accumulates, subject)
+    if stage == "indexer_loss" or (stage in BACKWARD_STAGES and capability.partial_gradients):
+        yield "unneeded gradients", partial(unneeded, subject)
+    yield "guard rows", partial(guards, subject)
+    yield "inputs unmodified", partial(unmodified, subject)
+    yield "earlier calls", partial(repeatable, subject)
+    yield "strided rows", partial(strided, subject)
+    if capability.deterministic:
+        yield "deterministic", partial(accuracy.deterministic, subject)
+    yield "large scores", partial(accuracy.large_scores, subject)
+    yield "chunks and batch", partial(chunks, subject)
+
+
+def _slot_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Which keys count."""
+    stage, capability = subject.stage, subject.capability
+    of_loss = stage in ("indexer_target", "indexer_loss")
     if not of_loss or "sparse" in capability.losses:
-        if not cleaned:
-            yield "holes", partial(holes, subject)
-            yield "length", partial(past_length, subject)
+        yield "holes", partial(holes, subject)
+        yield "length", partial(past_length, subject)
         yield "empty rows", partial(empty_rows, subject)
         if subject.sizes.width > 2:
             yield "duplicates", partial(duplicates, subject)
@@ -239,34 +335,10 @@ def softmax_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]
             yield "dense form", partial(dense.ranges, subject)
         if "causal" in capability.bounds:
             yield "dense form, causal", partial(dense.causal, subject)
-    if stage == "indexer_loss":
-        for kind in sorted(capability.losses):
-            yield f"rows without mass, {kind}", partial(dense.without_mass, subject, kind == "sparse")
-    if ACCUMULATORS.get(stage):
+
+
+def _deterministic_path(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
+    yield from _slot_checks(subject)
+    if ACCUMULATORS.get(subject.stage):
         yield "accumulators", partial(accumulates, subject)
-        yield "many rows on one key", partial(accuracy.many_rows, subject)
-    else:
-        yield "long rows", partial(accuracy.long_rows, subject)
-    if stage == "indexer_loss" or (stage.endswith("backward") and capability.partial_gradients):
-        yield "unneeded gradients", partial(unneeded, subject)
-    yield from common_checks(subject)
-    for dtype in sorted(capability.dtypes):
-        yield f"values {dtype}", partial(values, subject, dtype)
-    yield "large scores", partial(accuracy.large_scores, subject)
-    if capability.gradient_error:
-        dtype = accuracy.coarsest_dtype(capability)
-        yield f"large scores {dtype}", partial(accuracy.large_scores, subject, dtype)
-    yield "chunks and batch", partial(chunks, subject)
-    yield from tile_checks(subject)
-
-
-def common_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What is checked alike for every stage that ``make`` can make operands for."""
     yield "guard rows", partial(guards, subject)
-    yield "inputs unmodified", partial(unmodified, subject)
-    yield "earlier calls", partial(repeatable, subject)
-    yield "strided rows", partial(strided, subject)
-    if subject.capability.deterministic:
-        yield "deterministic", partial(accuracy.deterministic, subject)
-    if subject.device.type == "cuda" and subject.capability.capture_safe:
-        yield "no synchronisation", partial(no_synchronisation, subject)

@@ -25,7 +25,7 @@ from dsa_dispatch._stages import STAGES, Stage
 from dsa_dispatch.errors import BackendDeclined, ConfigError, DSADispatchError, UnknownBackendError
 from dsa_dispatch.testing.accepted import accepted_calls
 from dsa_dispatch.testing.calls import check_accepted, check_declined, check_some_accepted
-from dsa_dispatch.testing.cases import declined_calls
+from dsa_dispatch.testing.cases import declined_calls, sizes_served
 from dsa_dispatch.testing.checks import softmax_checks
 from dsa_dispatch.testing.extent import EXTENTS, Size
 from dsa_dispatch.testing.judge import ConformanceError, DeclinedHere, NotHere
@@ -171,15 +171,24 @@ def _stage_checks(
         return loaded[0](*args, **kwargs)
 
     extent = EXTENTS[size]
-    subject = Subject(spec.name, stage, capability, function, device, extent)
+    sizes = sizes_served(capability, stage, device_info(device), extent)
+    subject = Subject(spec.name, stage, capability, function, device, extent, of_sizes=sizes)
     yield from selection_checks(subject) if stage == "indexer_topk" else softmax_checks(subject)
-    yield "self-test", partial(selftest.run, function, capability, stage, device)
-    accepted = tuple(accepted_calls(capability, stage, device.type, extent))
+    yield "self-test", partial(_self_test, function, capability, stage, device)
+    accepted = tuple(accepted_calls(capability, stage, device.type, extent, sizes))
     yield f"accepts {accepted[0].label}", partial(check_some_accepted, spec, stage, accepted, device)
     for inside in accepted[1:]:
         yield f"accepts {inside.label}", partial(check_accepted, spec, stage, inside, device)
     for outside in declined_calls(declared, stage, device_info(device)):
         yield f"declines {outside.label}", partial(check_declined, spec, stage, outside)
+
+
+def _self_test(
+    function: Callable[..., Any], capability: Capability, stage: Stage, device: torch.device
+) -> None:
+    left_out = selftest.reason_left_out(function, capability, stage, device)
+    if left_out:
+        raise NotHere(f"the self-test before a first use is left out: {left_out}")
 
 
 class BackendConformance:

@@ -21,11 +21,14 @@ class Extent:
     widths: tuple[int, ...]
     """Index widths beyond one tile, none a multiple of one."""
     heads: tuple[int, ...]
+    """Head counts beyond one tile, and whole tiles of many heads."""
     channels: tuple[int, ...]
+    channel_pairs: tuple[tuple[int, int], ...]
+    """Channels of published models, of absorbed attention."""
     more_rows: int
     """Rows beyond one tile."""
     keys: int
-    """Keys of a selection beyond one block."""
+    """Keys of a selection, or columns of a dense loss, beyond one block."""
     long_row: int
     """Slots over which a sum must not stop growing."""
     many_rows: int
@@ -39,7 +42,10 @@ class Extent:
     largest_width: int
     largest_heads: int
     largest_channels: int
-    """Above these a declared value is judged but not run."""
+    largest_count: int
+    """Rows or keys. Above these a declared value is judged but not run."""
+    most_elements: int
+    """Nor is one whose largest tensor, in the formulas too, would have more elements than this."""
     values: int | None = None
     """Of one kind of declared values so many are run, spread evenly; the others are judged by declaration alone."""
 
@@ -49,9 +55,10 @@ EXTENTS: Final[Mapping[Size, Extent]] = MappingProxyType(
         "full": Extent(
             rows=6,
             seeds=(11, 12),
-            widths=(67, 131, 2051),
-            heads=(17, 20),
+            widths=(67, 131, 2051, 4099),
+            heads=(17, 20, 64, 128),
             channels=(80, 200),
+            channel_pairs=((512, 512), (576, 512)),
             more_rows=67,
             keys=2100,
             long_row=1024,
@@ -59,9 +66,11 @@ EXTENTS: Final[Mapping[Size, Extent]] = MappingProxyType(
             crowd=1024,
             causal_rows=40,
             repeated_rows=64,
-            largest_width=4096,
-            largest_heads=256,
+            largest_width=8192,
+            largest_heads=1024,
             largest_channels=1024,
+            largest_count=1 << 20,
+            most_elements=1 << 25,
         ),
         "small": Extent(
             rows=3,
@@ -69,6 +78,7 @@ EXTENTS: Final[Mapping[Size, Extent]] = MappingProxyType(
             widths=(67,),
             heads=(17,),
             channels=(80,),
+            channel_pairs=(),
             more_rows=17,
             keys=300,
             long_row=128,
@@ -79,6 +89,8 @@ EXTENTS: Final[Mapping[Size, Extent]] = MappingProxyType(
             largest_width=512,
             largest_heads=64,
             largest_channels=1024,
+            largest_count=512,
+            most_elements=1 << 22,
             values=2,
         ),
     }

@@ -19,7 +19,14 @@ from dsa_dispatch._stages import Stage
 from dsa_dispatch.testing import formulas
 from dsa_dispatch.testing.extent import FULL, Extent
 from dsa_dispatch.testing.guards import Guarded, between_nan, guard
-from dsa_dispatch.testing.sizes import Sizes, is_grouped, native_sizes, plainest, preferred_dtype
+from dsa_dispatch.testing.sizes import (
+    Sizes,
+    coarsest_dtype,
+    is_grouped,
+    native_sizes,
+    plainest,
+    preferred_dtype,
+)
 
 
 def scale_for(channels: int) -> float:
@@ -67,14 +74,31 @@ class Subject:
     function: Callable[..., Any]
     device: torch.device
     extent: Extent = FULL
+    in_dtype: str = ""
+    """The type of its calls; "" is the one in which faults show most sharply."""
+    deterministic: bool = False
+    """Whether its calls ask for equal bits."""
+    of_sizes: Sizes | None = None
+    """The sizes of a plain call, where a rule declines the smallest that the other fields declare."""
 
     @property
     def dtype(self) -> str:
-        return preferred_dtype(self.capability)
+        return self.in_dtype or preferred_dtype(self.capability)
 
     @property
     def sizes(self) -> Sizes:
-        return native_sizes(self.capability, self.stage, self.extent)
+        return self.of_sizes or native_sizes(self.capability, self.stage, self.extent)
+
+    def in_types(self) -> tuple[Subject, ...]:
+        """The same in every declared type, the one in which faults show most sharply first."""
+        first = preferred_dtype(self.capability)
+        names = [first, *sorted(self.capability.dtypes - {first})]
+        return tuple(dataclasses.replace(self, in_dtype=name) for name in names)
+
+    def sharp_and_coarse(self) -> tuple[Subject, ...]:
+        """The same in two types, for what is too slow in each: a coarse type often has a path of its own."""
+        names = dict.fromkeys((preferred_dtype(self.capability), coarsest_dtype(self.capability)))
+        return tuple(dataclasses.replace(self, in_dtype=name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +246,7 @@ def make(
     bounds: Bounds | None = None,
     amplify: float = 1.0,
     poison: bool = False,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     need: Mapping[str, bool] | None = None,
     adjust: Callable[[dict[str, Tensor]], None] | None = None,
     seed: int = 11,
@@ -288,7 +312,8 @@ def make(
         plain["dout"] = draw(total, sizes.heads, sizes.v)
         for name, tensor in exact_results(forward, plain, named, used).items():
             plain[name] = tensor.to(kind if name == "out" else wide)
-    given: dict[str, Tensor | None] = {name: tensor.to(device) for name, tensor in plain.items()}
+    # Copies: what a backend does to its inputs must not reach the operands that it is judged by.
+    given: dict[str, Tensor | None] = {name: tensor.to(device, copy=True) for name, tensor in plain.items()}
     given |= {
         "starts": starts.to(device, torch.int32),
         "ends": ends.to(device, torch.int32),
@@ -297,7 +322,7 @@ def make(
     given |= (
         dict.fromkeys(("indices", "length"))
         if dense
-        else {"indices": slots.to(device), "length": length.to(device)}
+        else {"indices": slots.to(device, copy=True), "length": length.to(device, copy=True)}
     )
     for name in ("k", "v"):
         if name in plain:
@@ -332,7 +357,7 @@ def make(
             context_parallel="none" if indexed else plainest(capability.context_parallel),
         ),
         host=used,
-        options=StageOptions(deterministic=deterministic),
+        options=StageOptions(deterministic=subject.deterministic if deterministic is None else deterministic),
         accumulators=accumulators,
         before=before,
         gradient_error=capability.gradient_error,

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsa_dispatch.testing.checks import common_checks
+from dsa_dispatch.testing.checks import no_synchronisation, unmodified
 from dsa_dispatch.testing.guards import GuardedAllocations
 from dsa_dispatch.testing.judge import ConformanceError, unchanged
 from dsa_dispatch.testing.operands import Operands, Subject, make
 from dsa_dispatch.testing.selection_cases import (
     more_keys,
-    servable,
     set_ranges,
     special_checks,
     whole_ranges,
@@ -34,7 +33,7 @@ from dsa_dispatch.testing.selection_judge import (
     scores_of,
 )
 from dsa_dispatch.testing.sizes import Sizes, head_counts, preferred_dtype, several_items, within_limits
-from dsa_dispatch.testing.tiles import sizes_beyond
+from dsa_dispatch.testing.tiles import servable, sizes_beyond
 
 __all__ = ["Scores", "check_close", "check_form", "selection_checks"]
 
@@ -319,7 +318,6 @@ def selection_checks(subject: Subject) -> Iterator[tuple[str, Callable[[], None]
     yield from _beyond_checks(subject)
     yield from _size_checks(subject)
     yield from special_checks(subject)
-    shared = dict(common_checks(subject))
-    for name in ("inputs unmodified", "no synchronisation"):
-        if name in shared:
-            yield name, shared[name]
+    yield "inputs unmodified", partial(unmodified, subject)
+    if subject.device.type == "cuda" and subject.capability.capture_safe:
+        yield "no synchronisation", partial(no_synchronisation, subject)

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from dsa_dispatch._call import ContextParallel, Layout
-from dsa_dispatch._dispatch.check import declines
-from dsa_dispatch._dispatch.device import device_info
-from dsa_dispatch.testing.cases import call_of
 from dsa_dispatch.testing.judge import ConformanceError
 from dsa_dispatch.testing.operands import Operands, Subject, make
 from dsa_dispatch.testing.selection_judge import Scores, allowed_keys, check_same, judge, run
-from dsa_dispatch.testing.sizes import Sizes, admits, within_limits
+from dsa_dispatch.testing.sizes import Sizes, within_limits
 
 _TOP: Final = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 """The largest exponent of two that a type holds."""
@@ -31,14 +28,6 @@ def more_keys(subject: Subject) -> Sizes:
     """Several keys for every slot, so that there is something to reject."""
     sizes = subject.sizes
     return within_limits(subject.capability, dataclasses.replace(sizes, keys=4 * sizes.width))
-
-
-def servable(subject: Subject, sizes: Sizes) -> bool:
-    """Whether the declaration accepts a call of these sizes."""
-    call = call_of(subject.capability, subject.stage, subject.device.type, sizes)
-    return admits(subject.capability, sizes) and not declines(
-        subject.capability, subject.stage, call, device_info(subject.device)
-    )
 
 
 def set_ranges(operands: Operands, starts: Tensor, ends: Tensor) -> Operands:

@@ -118,6 +118,11 @@ def preferred_dtype(capability: Capability) -> str:
     return next(name for name in ("float64", "float32", "float16", "bfloat16") if name in capability.dtypes)
 
 
+def coarsest_dtype(capability: Capability) -> str:
+    """The declared type in which a sum of that type shows most."""
+    return next(name for name in ("bfloat16", "float16", "float32", "float64") if name in capability.dtypes)
+
+
 def plainest(layouts: frozenset[ContextParallel]) -> ContextParallel:
     """No context parallelism where that is declared."""
     return "none" if "none" in layouts else sorted(layouts)[0]

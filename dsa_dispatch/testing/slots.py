@@ -18,11 +18,14 @@ BESIDE = (
 UNNAMED = "Only keys that no slot names hold NaN: such a key was read and not masked (0 * NaN is NaN)"
 
 
-def _slot_faults(operands: Operands, ids: Ids) -> Faults:
+def _slot_faults(operands: Operands) -> Faults:
     """What backends with the usual faults give for these slots."""
     keys = operands.sizes.batch * operands.sizes.keys
-    slots, named = ids.slots, operands.ids
-    inside = torch.arange(slots.shape[1]) < ids.length[:, None]
+    given, length = operands.given["indices"], operands.given["length"]
+    assert given is not None
+    assert length is not None
+    slots, named = given.cpu().long(), operands.ids
+    inside = torch.arange(slots.shape[1]) < length.cpu()[:, None]
 
     def filled(value: int) -> Tensor:
         return torch.where((named < 0) & inside, value, named)
@@ -45,7 +48,10 @@ def _slot_faults(operands: Operands, ids: Ids) -> Faults:
         return single
 
     def all_slots() -> Tensor:
-        return Ids(slots, torch.full_like(ids.length, slots.shape[1])).named(keys)
+        return Ids(slots, torch.full((len(slots),), slots.shape[1])).named(keys)
+
+    def none_is_all() -> Tensor:
+        return torch.where((named < 0) & ~inside.any(1, keepdim=True), 0, named)
 
     return {
         "a hole counted as key 0": lambda: operands.exact(filled(0)),
@@ -54,6 +60,8 @@ def _slot_faults(operands: Operands, ids: Ids) -> Faults:
         "the slots at and past `length` (topk_length) counted: length is ignored": lambda: operands.exact(
             all_slots()
         ),
+        "length ignored, and id -1 read as key 0": lambda: operands.exact(torch.where(named < 0, 0, named)),
+        "a length of 0 taken for a full row": lambda: operands.exact(none_is_all()),
         "a key that is named twice counted once": lambda: operands.exact(once()),
     }
 
@@ -64,7 +72,7 @@ def _slots(subject: Subject, claim: str, pattern: Callable[[Sizes, torch.Generat
     ids = pattern(operands.sizes, torch.Generator().manual_seed(0))
     for seed in subject.extent.seeds:
         operands = make(subject, ids=lambda *_: ids, seed=seed)
-        judge_stage(subject, claim, operands, _slot_faults(operands, ids), BESIDE)
+        judge_stage(subject, claim, operands, _slot_faults(operands), BESIDE)
     poisoned = make(subject, ids=lambda *_: ids, poison=True)
     claim = f"{claim}, with NaN in every key that no slot names and beside the keys"
     judge_stage(subject, claim, poisoned, nan_hint=UNNAMED)
@@ -79,7 +87,7 @@ def _holes(sizes: Sizes, generator: torch.Generator) -> Ids:
     return Ids(slots, torch.full_like(ids.length, sizes.width))
 
 
-def _past_length(sizes: Sizes, generator: torch.Generator) -> Ids:
+def past_length_ids(sizes: Sizes, generator: torch.Generator) -> Ids:
     ids = clean_ids(sizes, generator)
     return Ids(ids.slots, ids.length * torch.arange(len(ids.length)) // len(ids.length))
 
@@ -103,7 +111,7 @@ def doubled(sizes: Sizes, generator: torch.Generator) -> Ids:
     return Ids(slots, length)
 
 
-def _outside(far: bool) -> Callable[[Sizes, torch.Generator], Ids]:
+def _far_or_near(far: bool) -> Callable[[Sizes, torch.Generator], Ids]:
     def pattern(sizes: Sizes, generator: torch.Generator) -> Ids:
         slots = _holes(sizes, generator).slots
         bad = [-1, sizes.keys, -2, sizes.keys + 1, -sizes.keys, sizes.keys + 7]
@@ -117,12 +125,16 @@ def _outside(far: bool) -> Callable[[Sizes, torch.Generator], Ids]:
     return pattern
 
 
+outside = _far_or_near(far=False)
+"""Ids just outside the keys."""
+
+
 def holes(subject: Subject) -> None:
     _slots(subject, "holes: a slot with id -1 is no key", _holes)
 
 
 def past_length(subject: Subject) -> None:
-    _slots(subject, "length: a slot at or past the row's length (topk_length) is no key", _past_length)
+    _slots(subject, "length: a slot at or past the row's length (topk_length) is no key", past_length_ids)
 
 
 def empty_rows(subject: Subject) -> None:
@@ -135,5 +147,5 @@ def duplicates(subject: Subject) -> None:
 
 def outside_ids(subject: Subject) -> None:
     claim = "ids outside the keys: an id below 0 or at or above S is no key"
-    _slots(subject, claim, _outside(far=False))
-    _slots(subject, f"{claim}, also near the ends of int32", _outside(far=True))
+    _slots(subject, claim, outside)
+    _slots(subject, f"{claim}, also near the ends of int32", _far_or_near(far=True))

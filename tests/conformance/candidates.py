@@ -30,3 +30,11 @@ def failures(stage, fault, **changes):
             except ConformanceError as error:
                 found[check.name] = str(error)
     return found
+
+
+def run_check(stage, kernel, check, **declared):
+    """Run the one check of that name on a backend that is ``kernel`` alone."""
+    fake = FakeBackend("candidate", [stage], replace={stage: kernel}, **declared)
+    with isolated_registry(fake.spec, installed=True):
+        checks = {found.name: found for found in conformance_checks("candidate")}
+        checks[check].run()

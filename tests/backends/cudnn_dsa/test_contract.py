@@ -62,4 +62,4 @@ def test_ids_past_a_length_reach_the_backward_of_hopper_as_they_are(check):
 @pytest.mark.parametrize("stage", list(SPEC.stages))
 def test_the_self_test_passes_over_the_fake(stage):
     with fake_frontend.installed():
-        selftest.run(function_of(stage), SPEC.stages[stage].capability, stage, CPU)
+        selftest.reason_left_out(function_of(stage), SPEC.stages[stage].capability, stage, CPU)

@@ -45,7 +45,7 @@ def test_the_contract_holds_over_a_provider_that_misbehaves_as_the_real_ones(sig
 @pytest.mark.parametrize("signature", SIGNATURES)
 def test_the_self_test_passes_over_every_signature(signature):
     with fake_providers.flash_mla(signature):
-        selftest.run(attention_forward, CAPABILITY, "attention_forward", CPU)
+        selftest.reason_left_out(attention_forward, CAPABILITY, "attention_forward", CPU)
 
 
 @pytest.mark.parametrize(("signature", "base"), list(zip(SIGNATURES, "e2eee", strict=True)))

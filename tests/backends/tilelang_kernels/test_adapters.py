@@ -48,7 +48,7 @@ def test_the_contract_holds_over_kernels_in_torch(check):
 @pytest.mark.parametrize("stage", list(SPEC.stages))
 def test_the_self_test_passes_over_kernels_in_torch(stage):
     with fake_kernels.installed():
-        selftest.run(function_of(stage), SPEC.stages[stage].capability, stage, CPU)
+        selftest.reason_left_out(function_of(stage), SPEC.stages[stage].capability, stage, CPU)
 
 
 @pytest.mark.parametrize(
