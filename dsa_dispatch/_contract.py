@@ -11,6 +11,7 @@ What holds for every stage:
 * A slot is a key of its own: a key named twice counts twice, in the output, the lse and the gradients.
 * A row without a valid key gives output 0, lse -inf, mass 0, loss 0 and gradients 0, never NaN.
 * Inputs are not modified and not kept. Tensors may be strided in their first dimension; the last one is contiguous.
+  Ids, lengths and bounds are contiguous.
 * Sums run in fp32 at least (fp64 when the inputs are fp64). ``scale`` is applied after the dot product, in that type.
 * Accumulators (``dk``, ``dv``, ``dkv``; fp32, or fp64 for fp64 inputs) are **added into**, never overwritten, since the
   core may call a stage once per chunk of rows. ``None`` means that this gradient is not needed.

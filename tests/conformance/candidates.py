@@ -20,7 +20,8 @@ KERNELS = {
 
 def failures(stage, fault, **changes):
     """Name of every failing check to its message."""
-    declared = {"heads": HEADS, "deterministic": False, "score_error": 2.0**-15, **changes}
+    types = frozenset({"float64", "float32", "bfloat16"})
+    declared = {"dtypes": types, "heads": HEADS, "deterministic": False, "score_error": 2.0**-15, **changes}
     fake = FakeBackend("candidate", [stage], replace={stage: KERNELS[stage](fault)}, **declared)
     found = {}
     with isolated_registry(fake.spec, installed=True):
