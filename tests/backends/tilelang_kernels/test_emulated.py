@@ -27,7 +27,7 @@ from dsa_dispatch.testing.judge import ConformanceError, NotHere
 from dsa_dispatch.testing.operands import Subject, make
 from dsa_dispatch.testing.selection import selection_checks
 from dsa_dispatch.testing.stage_run import judge_stage, run_stage
-from dsa_dispatch.testing.tiles import beyond
+from dsa_dispatch.testing.tiles import one_size
 
 HOPPER = (9, 0)
 REASON = emulated.available()
@@ -115,7 +115,7 @@ def test_any_heads_and_width_in_any_order_of_threads(stage, heads, channels, wid
         chosen.sizes, heads=heads, qk=channels, width=width, keys=width + 5, rows=rows
     )
     with run_as(late=late, seed=seed):
-        beyond(chosen, f"{heads} heads", sizes)
+        one_size(chosen, f"{heads} heads", sizes)
 
 
 @pytest.mark.parametrize("heads", [3, 16, 17, 128])
